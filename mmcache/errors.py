@@ -12,14 +12,18 @@ from typing import Any
 __all__ = [
     "ConfigError",
     "ContentConflictError",
+    "DamagedEntryError",
     "EmbeddingError",
     "FieldError",
     "MMCacheError",
+    "MediaError",
     "MissingContentError",
     "PlaceholderError",
     "ReleasedError",
     "RequestError",
     "SelfWaitError",
+    "TierError",
+    "TraceError",
     "UnhashableContentError",
     "UnknownClientIdError",
     "UnresolvedItemError",
@@ -169,3 +173,37 @@ class WaitTimeoutError(MMCacheError, TimeoutError):
 
 class UnsupportedError(MMCacheError, RuntimeError):
     """Out of scope by design: cross-attention encoder-decoder models, prompt embeddings, quantised storage."""
+
+
+class MediaError(MMCacheError, ValueError):
+    """An image, video or audio clip cannot be decoded, or the model does not take its kind."""
+
+
+class TraceError(MMCacheError, ValueError):
+    """A line of a trace cannot be read.
+
+    Attributes:
+        path: the trace file.
+        line: number of the line, from 1, or None where the whole file is concerned.
+    """
+
+    def __init__(self, message: str, *, path: str, line: int | None = None, **where: Any) -> None:
+        self.path = path
+        self.line = line
+        super().__init__(f"{path}, line {line}: {message}" if line is not None else f"{path}: {message}", **where)
+
+
+class TierError(MMCacheError, RuntimeError):
+    """A tier could not do what it was asked: refused, timed out, full, gone. Never reaches a request."""
+
+
+class DamagedEntryError(MMCacheError, ValueError):
+    """Stored bytes are not the entry that was asked for; `reason` is one word for counters.
+
+    Attributes:
+        reason: "foreign", "version", "truncated", "checksum", "namespace", "identifier", "oversized" or "mismatch".
+    """
+
+    def __init__(self, message: str, *, reason: str, **where: Any) -> None:
+        self.reason = reason
+        super().__init__(message, **where)
