@@ -1,0 +1,72 @@
+"""What a field holds: a tensor, or a nested list of tensors where shapes differ."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmcache.errors import FieldError
+
+__all__ = ["FieldValue", "as_value", "content_of", "describe", "shape_of", "value_bytes"]
+
+FieldValue: TypeAlias = "Tensor | list[FieldValue]"
+
+
+def value_bytes(value: FieldValue) -> int:
+    """Bytes of a field's elements (of a view: of what it shows)."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    return sum(map(value_bytes, value))
+
+
+def as_value(raw: Any, name: str, keep_on_cpu: bool) -> FieldValue:
+    """What a processor gave, as tensors; on the CPU if it is to be kept there.
+
+    Raises:
+        FieldError: it holds something else than tensors, arrays and numbers.
+    """
+    if isinstance(raw, Tensor):
+        return raw.cpu() if keep_on_cpu and raw.device.type != "cpu" else raw
+    if isinstance(raw, np.ndarray):
+        return _from_numpy(raw, name)
+    if isinstance(raw, (bool, int, float, complex, np.generic)):
+        return _from_numpy(np.asarray(raw), name) if isinstance(raw, np.generic) else torch.tensor(raw)
+    if isinstance(raw, (list, tuple)):
+        if raw and all(isinstance(entry, (bool, int, float)) for entry in raw):
+            return torch.tensor(raw)
+        return [as_value(entry, name, keep_on_cpu) for entry in raw]
+    raise FieldError(
+        "a field holds tensors, arrays, numbers, or nested lists of these", field=name, found=type(raw).__name__
+    )
+
+
+def _from_numpy(array: np.ndarray[Any, Any], name: str) -> Tensor:
+    if array.dtype.kind not in "biufc":
+        raise FieldError("a field's array holds numbers", field=name, found=f"dtype {array.dtype}")
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    if any(stride < 0 for stride in array.strides) or not array.flags.writeable:
+        array = array.copy()
+    return torch.from_numpy(array)
+
+
+def describe(value: FieldValue) -> str:
+    """The value in a few words, for messages."""
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else f"list of {len(value)}"
+
+
+def shape_of(value: FieldValue) -> Any:
+    """Dtypes and shapes of a value, as something comparable."""
+    return (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else tuple(map(shape_of, value))
+
+
+def content_of(value: FieldValue, limit: int | None = 4096) -> Any:
+    """A value as something comparable: small metadata by its bits, a large or device tensor by identity."""
+    if isinstance(value, list):
+        return tuple(content_of(entry, limit) for entry in value)
+    if value.device.type != "cpu" or (limit is not None and value_bytes(value) > limit):
+        return (value.dtype, tuple(value.shape), id(value))
+    return (value.dtype, tuple(value.shape), value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -1,0 +1,191 @@
+"""Placeholder ranges: which tokens stand for an item, and which of them receive an embedding row."""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmcache.errors import PlaceholderError
+
+__all__ = ["PlaceholderRange"]
+
+
+class PlaceholderRange:
+    """The tokens `[offset, offset + length)` that stand for an item. Immutable."""
+
+    # Made in bulk on a hot path: read-only properties over plain slots cost a third of a frozen dataclass.
+    __slots__ = ("_end_row", "_first_row", "_length", "_num_embeds", "_offset", "_rows_before", "_runs", "_starts")
+
+    def __init__(
+        self, offset: int, length: int, is_embed: Tensor | np.ndarray[Any, Any] | Sequence[bool] | None = None
+    ) -> None:
+        """Make a range; `is_embed` is a boolean mask `[length]`, copied; None and a mask of all True are the same.
+
+        Raises:
+            PlaceholderError: a negative or non-integer bound, or a mask that is not boolean or not of that length.
+        """
+        if type(offset) is not int or type(length) is not int:
+            offset, length = _integer(offset, "offset"), _integer(length, "length")
+        if offset < 0 or length < 0:
+            raise PlaceholderError("a placeholder range has offset and length >= 0", found=f"({offset}, {length})")
+        self._offset = offset
+        self._length = length
+        if is_embed is None:
+            self._num_embeds = length
+            self._runs: tuple[tuple[int, int], ...] = ((0, length),) if length else ()
+            self._first_row = offset
+            self._end_row = offset + length
+            return
+        mask = _as_mask(is_embed, length)
+        edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
+        starts, lengths = edges[::2].tolist(), (edges[1::2] - edges[::2]).tolist()
+        self._runs = tuple(zip(starts, lengths))
+        self._num_embeds = sum(lengths)
+        self._first_row = offset + starts[0] if starts else offset
+        self._end_row = offset + starts[-1] + lengths[-1] if starts else offset
+        self._starts: list[int] = starts
+        self._rows_before: list[int] = list(accumulate(lengths, initial=0))
+
+    @property
+    def offset(self) -> int:
+        """The first token, counted from the start of the request."""
+        return self._offset
+
+    @property
+    def length(self) -> int:
+        """Number of tokens, the ones without an embedding row (newline, separator, timestamp) included."""
+        return self._length
+
+    @property
+    def num_embeds(self) -> int:
+        """Number of tokens that receive an embedding row."""
+        return self._num_embeds
+
+    @property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """(start, length) of each run of embedding positions, relative to `offset`, in order."""
+        return self._runs
+
+    @property
+    def first_row(self) -> int:
+        """Position in the request of the first embedding row; `offset` where there are no rows."""
+        return self._first_row
+
+    @property
+    def end_row(self) -> int:
+        """Position in the request one past the last embedding row; `offset` where there are no rows."""
+        return self._end_row
+
+    @property
+    def is_embed(self) -> Tensor | None:
+        """The mask as a CPU tensor bool `[length]`, or None where every position receives a row."""
+        if self._num_embeds == self._length:
+            return None
+        mask = torch.zeros(self._length, dtype=torch.bool)
+        for start, length in self._runs:
+            mask[start : start + length] = True
+        return mask
+
+    def embed_rows(self, start: int, end: int) -> tuple[int, int]:
+        """The half-open range of embedding rows at the offsets `[start, end)` within this range.
+
+        O(1) without a mask, else O(log runs).
+
+        Raises:
+            PlaceholderError: not 0 <= start <= end <= length.
+        """
+        if not 0 <= start <= end <= self._length:
+            raise PlaceholderError(
+                "offsets lie within the placeholder range",
+                expected=f"0 <= start <= end <= {self._length}",
+                found=(start, end),
+            )
+        if self._num_embeds == self._length:
+            return start, end
+        return self._rows_until(start), self._rows_until(end)
+
+    def next_row(self, position: int) -> int | None:
+        """Position in the request of the first embedding row at or after `position`, or None if there is none."""
+        if position <= self._first_row:
+            return self._first_row if self._num_embeds else None
+        if position >= self._end_row:
+            return None
+        if len(self._runs) == 1:
+            return position
+        within = position - self._offset
+        run = bisect_right(self._starts, within) - 1
+        start, length = self._runs[run]
+        return position if within < start + length else self._offset + self._runs[run + 1][0]
+
+    def _rows_until(self, offset: int) -> int:
+        run = bisect_right(self._starts, offset) - 1
+        if run < 0:
+            return 0
+        start, length = self._runs[run]
+        return self._rows_before[run] + min(offset - start, length)
+
+    def common_row(self, other: PlaceholderRange) -> int | None:
+        """The first position of the request at which both ranges have an embedding row. Linear in their runs."""
+        if self._first_row >= other._end_row or other._first_row >= self._end_row:
+            return None
+        i = j = 0
+        while i < len(self._runs) and j < len(other._runs):
+            start, other_start = self._offset + self._runs[i][0], other._offset + other._runs[j][0]
+            end, other_end = start + self._runs[i][1], other_start + other._runs[j][1]
+            if max(start, other_start) < min(end, other_end):
+                return max(start, other_start)
+            if end <= other_end:
+                i += 1
+            else:
+                j += 1
+        return None
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PlaceholderRange):
+            return NotImplemented
+        return self._offset == other.offset and self._length == other.length and self._runs == other.runs
+
+    def __hash__(self) -> int:
+        return hash((self._offset, self._length, self._runs))
+
+    def __repr__(self) -> str:
+        masked = (
+            "" if self._num_embeds == self._length else f", num_embeds={self._num_embeds} in {len(self._runs)} runs"
+        )
+        return f"PlaceholderRange({self._offset}, {self._length}{masked})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        mask = None if self._num_embeds == self._length else _mask_of(self._runs, self._length)
+        return PlaceholderRange, (self._offset, self._length, mask)
+
+
+def _integer(value: object, name: str) -> int:
+    if not isinstance(value, bool):
+        try:
+            return operator.index(value)  # type: ignore[arg-type]
+        except TypeError:
+            pass
+    raise PlaceholderError(f"a placeholder range's {name} is an integer", found=repr(value))
+
+
+def _as_mask(is_embed: Any, length: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    mask = is_embed.detach().cpu().numpy() if isinstance(is_embed, Tensor) else np.asarray(is_embed)
+    if mask.dtype != np.bool_ and mask.size:
+        raise PlaceholderError("is_embed is a boolean mask", found=f"dtype {mask.dtype}")
+    if mask.shape != (length,):
+        raise PlaceholderError("is_embed covers the placeholder range", expected=f"shape ({length},)", found=mask.shape)
+    return mask
+
+
+def _mask_of(runs: tuple[tuple[int, int], ...], length: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    mask = np.zeros(length, np.bool_)
+    for start, count in runs:
+        mask[start : start + count] = True
+    return mask
