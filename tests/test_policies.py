@@ -1,0 +1,320 @@
+"""Which entry goes next: least recently used, cheapest per byte with ageing, and with knowledge of the queue."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from mmcache.errors import ConfigError
+from mmcache.policies import EvictionPolicy, GdsfPolicy, LruPolicy, QueueAwarePolicy, make_policy
+
+NAMES = ["lru", "gdsf", "queue-aware"]
+
+
+def drain(policy: EvictionPolicy) -> list[Any]:
+    order = []
+    while (key := policy.victim()) is not None:
+        order.append(key)
+    return order
+
+
+@pytest.fixture(params=NAMES)
+def policy(request: pytest.FixtureRequest) -> EvictionPolicy:
+    return make_policy(request.param)
+
+
+def test_policies_have_names() -> None:
+    assert [type(make_policy(name)) for name in NAMES] == [LruPolicy, GdsfPolicy, QueueAwarePolicy]
+    with pytest.raises(ConfigError, match="'fifo'"):
+        make_policy("fifo")
+
+
+def test_equal_entries_used_once_leave_in_the_order_of_their_use(policy: EvictionPolicy) -> None:
+    for key in range(5):
+        policy.add(key, 10)
+    assert drain(policy) == [0, 1, 2, 3, 4]
+    assert policy.victim() is None
+
+
+def test_a_used_entry_stays_longer(policy: EvictionPolicy) -> None:
+    for key in range(3):
+        policy.add(key, 10)
+    policy.touch(0)
+    assert drain(policy) == [1, 2, 0]
+
+
+def test_what_is_pinned_is_no_victim_and_comes_back(policy: EvictionPolicy) -> None:
+    for key in range(3):
+        policy.add(key, 10)
+    policy.remove(0)
+    policy.remove(0)
+    policy.touch(7)
+    policy.remove(7)
+    assert policy.victim() == 1
+    policy.add(0, 10)
+    assert drain(policy) == [2, 0]
+
+
+def test_a_victim_is_forgotten(policy: EvictionPolicy) -> None:
+    policy.add(0, 10)
+    assert policy.victim() == 0
+    policy.remove(0)
+    policy.touch(0)
+    assert policy.victim() is None
+    policy.add(0, 10)
+    assert drain(policy) == [0]
+
+
+def test_adding_a_candidate_again_does_not_double_it(policy: EvictionPolicy) -> None:
+    policy.add(0, 10)
+    policy.add(0, 10)
+    policy.add(0, 20, 2.5)
+    assert drain(policy) == [0]
+
+
+@pytest.mark.parametrize("name", ["gdsf", "queue-aware"])
+class TestCostPerByte:
+    def test_large_and_cheap_go_first(self, name: str) -> None:
+        policy = make_policy(name)
+        policy.add("dear", 10, 5.0)
+        policy.add("small", 10, 1.0)
+        policy.add("large", 1000, 1.0)
+        policy.add("free", 1, 0.0)
+        assert drain(policy) == ["free", "large", "small", "dear"]
+
+    def test_a_change_of_size_or_cost_takes_effect(self, name: str) -> None:
+        policy = make_policy(name)
+        policy.add("a", 10, 5.0)
+        policy.add("b", 10, 3.0)
+        policy.remove("a")
+        policy.add("a", 10, 1.0)
+        assert drain(policy) == ["a", "b"]
+
+    def test_old_merit_ages(self, name: str) -> None:
+        policy = make_policy(name)
+        policy.add("old", 10)
+        for _ in range(20):
+            policy.touch("old")
+        for key in range(100):  # each comes, is used twice and makes room for the next
+            policy.add(key, 10)
+            policy.touch(key)
+            policy.touch(key)
+            if policy.victim() == "old":
+                break
+        else:
+            pytest.fail("an entry that nobody used again never left")
+
+    def test_a_pin_is_one_use_however_often_it_is_lifted(self, name: str) -> None:
+        policy = make_policy(name)
+        policy.add("once", 10)
+        policy.add("twice", 10)
+        policy.touch("once")
+        policy.touch("twice")
+        policy.touch("twice")
+        for _ in range(5):
+            policy.remove("once")
+            policy.add("once", 10)
+        assert drain(policy) == ["once", "twice"]
+
+    def test_uses_of_a_pinned_entry_count(self, name: str) -> None:
+        policy = make_policy(name)
+        policy.add("a", 10)
+        policy.add("b", 10)
+        policy.remove("a")
+        policy.touch("a")
+        policy.touch("a")
+        policy.add("a", 10)
+        policy.touch("b")
+        assert drain(policy) == ["b", "a"]
+
+    @pytest.mark.parametrize("cost", [-1.0, math.inf, math.nan])
+    def test_a_cost_that_cannot_be_ordered_is_refused(self, name: str, cost: float) -> None:
+        policy = make_policy(name)
+        policy.add("a", 10)
+        with pytest.raises(ConfigError):
+            policy.add("b", 10, cost)
+        with pytest.raises(ConfigError):
+            policy.add("b", -1)
+        assert drain(policy) == ["a"]
+
+    def test_the_age_never_swallows_a_difference_for_good(self, name: str) -> None:
+        policy = make_policy(name)
+        policy.add("huge", 1, 1e300)
+        assert policy.victim() == "huge"  # the age is now so large that adding 1e-8 does not change it
+        for key in range(10_000):
+            policy.add(key, 100_000_000)
+            assert policy.victim() == key
+        policy.add("dear", 100_000_000, 2.0)
+        policy.add("cheap", 100_000_000, 1.0)
+        assert drain(policy) == ["cheap", "dear"]
+
+    def test_entries_that_go_without_eviction_leave_nothing_behind(self, name: str) -> None:
+        policy = make_policy(name)
+        for key in range(100_000):
+            policy.add(key, 10)
+            policy.remove(key)
+        assert sum(len(v) for v in vars(policy).values() if isinstance(v, (list, dict))) < 50_000
+        policy.add(1, 10)
+        assert drain(policy) == [1]
+
+
+class TestQueue:
+    def test_what_waits_goes_last_and_later_needs_before_sooner(self) -> None:
+        policy = QueueAwarePolicy()
+        policy.announce(1, ["A", "B"])
+        policy.announce(2, ["B", "C"])
+        for key in "abcd":
+            policy.add(key, 10, content=key.upper())
+        order = drain(policy)
+        assert order[:2] == ["d", "c"]
+        assert sorted(order[2:]) == ["a", "b"]
+
+    def test_the_soonest_of_several_needs_counts(self) -> None:
+        policy = QueueAwarePolicy()
+        policy.announce(1, ["A"])
+        policy.announce(2, ["B"])
+        policy.announce(3, ["A"])
+        policy.add("a", 10, content="A")
+        policy.add("b", 10, content="B")
+        policy.add("c", 10, content="C")
+        assert policy.victim() == "c"
+        policy.withdraw(1, ["A"])
+        assert drain(policy) == ["a", "b"]
+
+    def test_a_need_announced_after_the_entry_was_passed_over(self) -> None:
+        policy = QueueAwarePolicy()
+        policy.announce(5, ["A"])
+        policy.announce(6, ["B"])
+        for key in "abc":
+            policy.add(key, 10, content=key.upper())
+        assert policy.victim() == "c"
+        policy.announce(4, ["B"])
+        assert drain(policy) == ["a", "b"]
+
+    def test_withdrawn_needs_give_their_entries_back_to_the_others(self) -> None:
+        policy = QueueAwarePolicy()
+        policy.announce(1, ["A"])
+        policy.add("a", 10, content="A")
+        policy.add("b", 10, content="B")
+        policy.add("c", 10, content="C")
+        assert policy.victim() == "b"
+        policy.withdraw(1, ["A"])
+        assert drain(policy) == ["a", "c"]
+
+    def test_withdrawing_what_was_not_announced_changes_nothing(self) -> None:
+        policy = QueueAwarePolicy()
+        policy.announce(1, ["A"])
+        policy.withdraw(2, ["A"])
+        policy.withdraw(1, ["B"])
+        policy.add("a", 10, content="A")
+        policy.add("b", 10, content="B")
+        assert drain(policy) == ["b", "a"]
+        policy.withdraw(1, ["A"])
+        policy.withdraw(1, ["A"])
+
+    def test_an_entry_pinned_while_passed_over(self) -> None:
+        policy = QueueAwarePolicy()
+        policy.announce(1, ["A"])
+        policy.add("a", 10, content="A")
+        policy.add("b", 10, content="B")
+        assert policy.victim() == "b"
+        policy.add("c", 10, content="C")
+        assert policy.victim() == "c"
+        policy.remove("a")
+        policy.withdraw(1, ["A"])
+        assert policy.victim() is None
+        policy.add("a", 10, content="A")
+        policy.add("d", 10, content="D")
+        assert drain(policy) == ["a", "d"]
+
+
+class AgainstModel(RuleBasedStateMachine):
+    """The heap of the queue-aware policy against a plain search over all candidates."""
+
+    @initialize(gdsf=st.booleans())
+    def start(self, gdsf: bool) -> None:
+        self.policy: Any = GdsfPolicy() if gdsf else QueueAwarePolicy()
+        self.queue: list[tuple[int, int]] = []
+        self.can_announce = not gdsf
+        self.entries: dict[int, dict[str, Any]] = {}
+        self.age = 0.0
+        self.tick = 0
+
+    def next_tick(self) -> int:
+        self.tick += 1
+        return self.tick
+
+    @rule(key=st.integers(0, 12), nbytes=st.integers(1, 3), cost=st.integers(0, 3))
+    def add(self, key: int, nbytes: int, cost: int) -> None:
+        self.policy.add(key, nbytes, float(cost), key % 6)
+        entry = self.entries.get(key)
+        value = cost / nbytes
+        if entry is None:
+            entry = self.entries[key] = {"uses": 1, "live": False, "shape": None}
+        if not entry["live"] or entry["shape"] != (nbytes, cost):
+            entry.update(
+                live=True,
+                shape=(nbytes, cost),
+                value=value,
+                priority=self.age + entry["uses"] * value,
+                tick=self.next_tick(),
+            )
+
+    @rule(key=st.integers(0, 12))
+    def touch(self, key: int) -> None:
+        self.policy.touch(key)
+        if entry := self.entries.get(key):
+            entry["uses"] += 1
+            entry.update(priority=self.age + entry["uses"] * entry["value"], tick=self.next_tick())
+
+    @rule(key=st.integers(0, 12))
+    def remove(self, key: int) -> None:
+        self.policy.remove(key)
+        if entry := self.entries.get(key):
+            entry["live"] = False
+
+    @rule(position=st.integers(0, 8), contents=st.lists(st.integers(0, 5), max_size=3))
+    def announce(self, position: int, contents: list[int]) -> None:
+        if self.can_announce:
+            self.policy.announce(position, contents)
+            self.queue += [(position, content) for content in contents]
+
+    @rule(position=st.integers(0, 8), contents=st.lists(st.integers(0, 5), max_size=3))
+    def withdraw(self, position: int, contents: list[int]) -> None:
+        if self.can_announce:
+            self.policy.withdraw(position, contents)
+            for content in contents:
+                if (position, content) in self.queue:
+                    self.queue.remove((position, content))
+
+    @rule()
+    def victim(self) -> None:
+        needed: dict[int, int] = {}
+        for position, content in self.queue:
+            needed[content] = min(position, needed.get(content, position))
+        live = {key: entry for key, entry in self.entries.items() if entry["live"]}
+        free = {key: entry for key, entry in live.items() if key % 6 not in needed}
+        found = self.policy.victim()
+        if not live:
+            assert found is None
+            return
+        if free:
+            assert found == min(free, key=lambda key: (free[key]["priority"], free[key]["tick"]))
+        else:
+            assert found in live
+            assert needed[found % 6] == max(needed[key % 6] for key in live)
+        self.age = max(self.age, self.entries.pop(found)["priority"])
+
+    @invariant()
+    def counts(self) -> None:
+        if hasattr(self, "policy"):
+            assert len(self.policy) == sum(entry["live"] for entry in self.entries.values())
+
+
+TestAgainstModel = AgainstModel.TestCase
+TestAgainstModel.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
