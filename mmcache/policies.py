@@ -1,12 +1,12 @@
 """Which entry to evict next.
 
-A policy knows the entries that may be evicted and nothing else: an entry that gets pinned leaves (`remove`) and comes
-back when its last pin goes (`add`), so that pinned entries cost an eviction nothing. A policy is not thread-safe; its
-owner calls it under its own lock.
+Only candidates are ordered: an entry that gets pinned leaves (`pin`, `remove`) and comes back when its last pin goes
+(`unpin`, `add`), so that pinned entries cost an eviction nothing. A policy is not thread-safe; its owner calls it under
+its own lock.
 
-`add`, `touch` and `remove` are on the way of every look-up. They write into one record and leave the order for
-`victim` to find: each record has one node in a heap, and since the priority of a record only grows, a node that is out
-of date is a lower bound. `victim` puts such nodes right as they come up, O(log n) for each `add` or `touch` before it.
+`pin` and `unpin` are on the way of every look-up and take all its keys at once. They write into one record each and
+leave the order for `victim` to find: a record has one node in a heap, and since the priority of a record only grows, a
+node that is out of date is a lower bound. `victim` puts such nodes right as they come up, O(log n) for each use before.
 """
 
 from __future__ import annotations
@@ -42,6 +42,15 @@ class EvictionPolicy(Protocol):
     def remove(self, key: Hashable) -> None:
         """Make an entry no candidate: it is pinned, or gone. Idempotent; unknown keys are ignored."""
 
+    def pin(self, keys: Iterable[Hashable]) -> None:
+        """`touch` and `remove` each of several entries, pinned ones too; unknown keys are ignored."""
+
+    def unpin(self, keys: Iterable[Hashable]) -> None:
+        """Make entries that `pin` took candidates again, with the size, cost and content that they had.
+
+        Keys whose entries were removed meanwhile are ignored. Who counts pins calls this for the last one.
+        """
+
     def victim(self) -> Hashable | None:
         """Take the next entry to evict out of the policy and return its key, or None when there is no candidate."""
 
@@ -51,6 +60,7 @@ class LruPolicy:
 
     def __init__(self) -> None:
         self._order: OrderedDict[Hashable, None] = OrderedDict()
+        self._pinned: set[Hashable] = set()
 
     def __len__(self) -> int:
         """Number of candidates."""
@@ -58,6 +68,7 @@ class LruPolicy:
 
     def add(self, key: Hashable, nbytes: int, cost: float = 1.0, content: Hashable = None) -> None:
         """Make an entry a candidate, the last one; see `EvictionPolicy`."""
+        self._pinned.discard(key)
         self._order[key] = None
         self._order.move_to_end(key)
 
@@ -69,6 +80,21 @@ class LruPolicy:
     def remove(self, key: Hashable) -> None:
         """Make an entry no candidate; idempotent."""
         self._order.pop(key, None)
+        self._pinned.discard(key)
+
+    def pin(self, keys: Iterable[Hashable]) -> None:
+        """Make entries no candidates until `unpin`."""
+        for key in keys:
+            if key in self._order:
+                del self._order[key]
+                self._pinned.add(key)
+
+    def unpin(self, keys: Iterable[Hashable]) -> None:
+        """Make pinned entries candidates again, the last ones."""
+        for key in keys:
+            if key in self._pinned:
+                self._pinned.remove(key)
+                self._order[key] = None
 
     def victim(self) -> Hashable | None:
         """Take out the least recently used candidate, or return None."""
@@ -78,7 +104,7 @@ class LruPolicy:
 class _Record:
     """What GDSF knows of an entry. `place` says which order holds its one node."""
 
-    __slots__ = ("content", "cost", "key", "live", "nbytes", "place", "priority", "tick", "uses", "value")
+    __slots__ = ("content", "cost", "key", "live", "nbytes", "pinned", "place", "priority", "tick", "uses", "value")
 
     def __init__(self, key: Hashable, nbytes: int, cost: float, content: Hashable, uses: int) -> None:
         self.key = key
@@ -87,7 +113,8 @@ class _Record:
         self.content = content
         self.uses = uses
         self.value = cost / nbytes if nbytes > 0 else cost
-        self.live = False
+        self.live = False  # a candidate
+        self.pinned = False  # taken by `pin`, and to come back by `unpin`
         self.place = _NOWHERE
         self.priority = 0.0
         self.tick = 0
@@ -95,7 +122,7 @@ class _Record:
 
 _NOWHERE, _IN_HEAP, _PARKED = range(3)
 _HISTORY = 4096
-"""Records of entries that are no candidates (pinned or gone, a policy is not told which) kept beyond the candidates."""
+"""Records kept of entries that were removed: a policy is not told whether they are gone or pinned and to come back."""
 
 
 class GdsfPolicy:
@@ -108,16 +135,16 @@ class GdsfPolicy:
 
     def __init__(self) -> None:
         self._records: dict[Hashable, _Record] = {}
-        self._live = 0
         self._heap: list[tuple[float, int, _Record]] = []
         self._returned: list[_Record] = []  # candidates again whose node was dropped: pushed by the next `victim`
         self._age = 0.0
         self._tick = 0
         self._evicted = 0  # since the age was last taken as zero
+        self._room = 4 * _HISTORY  # records and nodes before the next look for idle ones
 
     def __len__(self) -> int:
-        """Number of candidates."""
-        return self._live
+        """Number of candidates; looks at every entry."""
+        return sum(record.live for record in self._records.values())
 
     def add(self, key: Hashable, nbytes: int, cost: float = 1.0, content: Hashable = None) -> None:
         """Make an entry a candidate; see `EvictionPolicy`.
@@ -130,11 +157,11 @@ class GdsfPolicy:
             record = self._record(key, nbytes, cost, content, record)
         elif record.live:
             return
+        record.pinned = False
         record.live = True
-        self._live += 1
-        self._tick = record.tick = self._tick + 1
+        record.tick = self._tick = self._tick + 1
         record.priority = self._age + record.uses * record.value
-        if record.place == _NOWHERE:
+        if not record.place:
             record.place = _IN_HEAP
             self._returned.append(record)
 
@@ -149,9 +176,36 @@ class GdsfPolicy:
     def remove(self, key: Hashable) -> None:
         """Make an entry no candidate; idempotent."""
         record = self._records.get(key)
-        if record is not None and record.live:
-            record.live = False
-            self._live -= 1
+        if record is not None:
+            record.live = record.pinned = False
+
+    def pin(self, keys: Iterable[Hashable]) -> None:
+        """Count one use of each entry and make it no candidate until `unpin`."""
+        get = self._records.get
+        for key in keys:
+            record = get(key)
+            if record is not None:
+                record.uses += 1
+                if record.live:
+                    record.live = False
+                    record.pinned = True
+
+    def unpin(self, keys: Iterable[Hashable]) -> None:
+        """Make pinned entries candidates again."""
+        get = self._records.get
+        age = self._age
+        tick = self._tick
+        for key in keys:
+            record = get(key)
+            if record is not None and record.pinned:
+                record.pinned = False
+                record.live = True
+                record.tick = tick = tick + 1
+                record.priority = age + record.uses * record.value
+                if not record.place:
+                    record.place = _IN_HEAP
+                    self._returned.append(record)
+        self._tick = tick
 
     def victim(self) -> Hashable | None:
         """Take out the candidate of the lowest priority, or return None."""
@@ -165,7 +219,7 @@ class GdsfPolicy:
                 "an entry has a finite cost and a size", expected="cost >= 0, nbytes >= 0", found=(cost, nbytes)
             )
         self.remove(key)
-        if len(self._records) + len(self._heap) > 4 * (self._live + _HISTORY):
+        if len(self._records) + len(self._heap) + len(self._returned) > self._room:
             self._compact()
         # Costs of 1e9 and sizes of one byte, used a thousand million times, stay far from the largest float.
         record = _Record(key, nbytes, min(cost, 1e12), content, 1 if old is None else old.uses)
@@ -176,7 +230,7 @@ class GdsfPolicy:
     def _lowest(self) -> _Record | None:
         """Take the node of the candidate with the lowest priority out of the heap."""
         heap = self._heap
-        if self._evicted > self._live + _HISTORY:
+        if self._evicted > len(self._records) + _HISTORY:
             self._compact()
             heap = self._heap
         for record in self._returned:
@@ -203,7 +257,6 @@ class GdsfPolicy:
             self._age = record.priority
         self._evicted += 1
         record.live = False
-        self._live -= 1
         del self._records[record.key]
         return record.key
 
@@ -212,7 +265,7 @@ class GdsfPolicy:
 
         The age would otherwise grow until adding `cost / bytes` to it no longer changes it.
         """
-        idle = [key for key, record in self._records.items() if not record.live]
+        idle = [key for key, record in self._records.items() if not (record.live or record.pinned)]
         for key in idle[: max(0, len(idle) - _HISTORY)]:  # in the order of their making
             del self._records[key]
         for _, _, record in self._heap:
@@ -229,6 +282,7 @@ class GdsfPolicy:
         heapify(heap)
         self._age = 0.0
         self._evicted = 0
+        self._room = 4 * (len(self._records) + _HISTORY)
 
 
 class _Need:

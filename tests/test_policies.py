@@ -163,6 +163,28 @@ class TestCostPerByte:
         assert drain(policy) == [1]
 
 
+def test_pins_of_several_entries_at_once(policy: EvictionPolicy) -> None:
+    for key in range(5):
+        policy.add(key, 10)
+    policy.pin([0, 1, 2, 9])
+    assert policy.victim() == 3
+    policy.pin([0])  # a second request's
+    policy.remove(2)  # gone
+    policy.unpin([0, 1, 2, 4, 9])
+    assert drain(policy) == ([4, 0, 1] if isinstance(policy, LruPolicy) else [4, 1, 0])
+
+
+def test_pinned_entries_are_never_lost(policy: EvictionPolicy) -> None:
+    policy.add("kept", 10)
+    policy.pin(["kept"])
+    for key in range(50_000):
+        policy.add(key, 10)
+        policy.remove(key)
+    assert policy.victim() is None
+    policy.unpin(["kept"])
+    assert drain(policy) == ["kept"]
+
+
 class TestQueue:
     def test_what_waits_goes_last_and_later_needs_before_sooner(self) -> None:
         policy = QueueAwarePolicy()
@@ -242,6 +264,7 @@ class AgainstModel(RuleBasedStateMachine):
         self.queue: list[tuple[int, int]] = []
         self.can_announce = not gdsf
         self.entries: dict[int, dict[str, Any]] = {}
+        self.pinned: set[int] = set()
         self.age = 0.0
         self.tick = 0
 
@@ -252,6 +275,7 @@ class AgainstModel(RuleBasedStateMachine):
     @rule(key=st.integers(0, 12), nbytes=st.integers(1, 3), cost=st.integers(0, 3))
     def add(self, key: int, nbytes: int, cost: int) -> None:
         self.policy.add(key, nbytes, float(cost), key % 6)
+        self.pinned.discard(key)
         entry = self.entries.get(key)
         value = cost / nbytes
         if entry is None:
@@ -275,8 +299,28 @@ class AgainstModel(RuleBasedStateMachine):
     @rule(key=st.integers(0, 12))
     def remove(self, key: int) -> None:
         self.policy.remove(key)
+        self.pinned.discard(key)
         if entry := self.entries.get(key):
             entry["live"] = False
+
+    @rule(keys=st.lists(st.integers(0, 12), max_size=4))
+    def pin(self, keys: list[int]) -> None:
+        self.policy.pin(keys)
+        for key in keys:
+            if entry := self.entries.get(key):
+                entry["uses"] += 1
+                if entry["live"]:
+                    entry["live"] = False
+                    self.pinned.add(key)
+
+    @rule(keys=st.lists(st.integers(0, 12), max_size=4))
+    def unpin(self, keys: list[int]) -> None:
+        self.policy.unpin(keys)
+        for key in keys:
+            if key in self.pinned:
+                self.pinned.remove(key)
+                entry = self.entries[key]
+                entry.update(live=True, priority=self.age + entry["uses"] * entry["value"], tick=self.next_tick())
 
     @rule(position=st.integers(0, 8), contents=st.lists(st.integers(0, 5), max_size=3))
     def announce(self, position: int, contents: list[int]) -> None:
