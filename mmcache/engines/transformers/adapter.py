@@ -103,6 +103,7 @@ class Adapter(ABC):
     Attributes:
         model: a `...ForConditionalGeneration` of transformers, in evaluation mode.
         levels: how many vectors of the text model's width make one row: 1, or more for DeepStack models.
+        revision: what tells its weights from others of the family; part of the cache's namespace.
     """
 
     model_type: ClassVar[str]
@@ -113,6 +114,7 @@ class Adapter(ABC):
         self.tokenizer = tokenizer
         self.processor = processor
         self.levels = 1
+        self.revision = ""
 
     @property
     def device(self) -> torch.device:

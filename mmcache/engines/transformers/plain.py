@@ -18,7 +18,7 @@ from torch import Tensor
 from mmcache.engines.chat import Message, media_of
 from mmcache.engines.transformers.adapter import Adapter
 from mmcache.engines.transformers.prompt import batch_of, build_prompt, row_kinds
-from mmcache.fields import ItemFields, split_fields, value_bytes
+from mmcache.fields import ItemFields, join_fields, split_fields, value_bytes
 from mmcache.items import MultimodalItem, PlaceholderRange
 
 __all__ = ["Generation", "greedy_token", "run_plain", "to_device"]
@@ -63,7 +63,7 @@ def to_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
     return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def run_plain(
     adapter: Adapter, messages: Sequence[Message], *, max_new_tokens: int = 4, chunk: int | None = None
 ) -> Generation:
@@ -111,7 +111,11 @@ def run_plain(
 
 
 def _positions(
-    adapter: Adapter, ids: Tensor, media: Sequence[Any], fields: Sequence[ItemFields], ranges: Sequence[PlaceholderRange]
+    adapter: Adapter,
+    ids: Tensor,
+    media: Sequence[Any],
+    fields: Sequence[ItemFields],
+    ranges: Sequence[PlaceholderRange],
 ) -> Tensor:
     made = [
         MultimodalItem(part.modality, own, placeholder, f"item {index}")
@@ -121,7 +125,11 @@ def _positions(
 
 
 def _next_position(
-    adapter: Adapter, ids: Tensor, media: Sequence[Any], fields: Sequence[ItemFields], ranges: Sequence[PlaceholderRange]
+    adapter: Adapter,
+    ids: Tensor,
+    media: Sequence[Any],
+    fields: Sequence[ItemFields],
+    ranges: Sequence[PlaceholderRange],
 ) -> tuple[int, int]:
     positions = _positions(adapter, ids, media, fields, ranges)
     return positions.shape[0], int(positions.max()) + 1
@@ -136,8 +144,6 @@ def _prefill_in_chunks(
     chunk: int,
 ) -> tuple[Tensor, Any, tuple[int, int]]:
     from transformers import DynamicCache
-
-    from mmcache.fields import join_fields
 
     embeds = adapter.embed(ids[None].to(adapter.device)).clone()
     levels = [torch.zeros_like(embeds) for _ in range(adapter.levels - 1)]

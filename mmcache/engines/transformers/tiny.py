@@ -55,6 +55,7 @@ def tiny_adapter(family: str, *, seed: int = 0, small_images: bool = False) -> A
         raise ConfigError("this engine needs transformers and Pillow: pip install mmcache[transformers]") from error
     adapter = FAMILIES[family](small_images)
     _redraw(adapter.model, seed)
+    adapter.revision = f"random weights, seed {seed}, torch {torch.__version__}"
     return adapter
 
 

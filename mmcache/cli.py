@@ -1,0 +1,52 @@
+"""The command `mmcache`. Commands live in their rooms and are loaded when they are called."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from mmcache.errors import MMCacheError
+
+__all__ = ["main"]
+
+# name: (what it does, module, function that adds it to the subparsers)
+_COMMANDS = {
+    "replay": (
+        "run a chat trace on a tiny real model, with the cache and without",
+        "mmcache.replay.command",
+        "add_replay_command",
+    ),
+}
+
+
+def _parser(wanted: str | None) -> argparse.ArgumentParser:
+    """The parser; only the wanted command's module is imported, so that help is quick."""
+    parser = argparse.ArgumentParser(
+        prog="mmcache", description="A prefix-cache-aware cache for the multimodal inputs of LLM serving engines."
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (summary, module, function) in _COMMANDS.items():
+        if name == wanted:
+            getattr(importlib.import_module(module), function)(commands)
+        else:
+            commands.add_parser(name, help=summary)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status: 2 where the input was at fault, with one line on standard error."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
+    parsed = _parser(wanted).parse_args(arguments)
+    try:
+        status: int = parsed.run(parsed)
+    except MMCacheError as error:
+        print(f"mmcache: {error}", file=sys.stderr)
+        return 2
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,299 @@
+"""A small engine over transformers: chunked prefill, KV prefix reuse, batches, greedy decoding, and mmcache inside.
+
+One `step` is one forward pass over a window of each of some requests. It shows the whole way of a request: look up what
+each window needs, encode what is missing, merge, run the model, commit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmcache.cache import Lookup, MultimodalCache
+from mmcache.engines.chat import Media, Message, media_of
+from mmcache.engines.transformers.accounting import TurnAccount
+from mmcache.engines.transformers.adapter import Adapter
+from mmcache.engines.transformers.kv import KVBlocks, Layers
+from mmcache.engines.transformers.plain import Generation, greedy_token
+from mmcache.engines.transformers.prompt import build_prompt
+from mmcache.errors import ConfigError
+from mmcache.features import FeatureCache
+from mmcache.fields import ItemFields, split_fields
+from mmcache.hashing import ContentHasher
+from mmcache.items import MultimodalItem, MultimodalRequest
+from mmcache.merge import MergePlan
+from mmcache.prefix import PrefixMatch
+from mmcache.transfer import encoder_inputs
+
+__all__ = ["Engine", "Running"]
+
+
+@dataclass(slots=True)
+class Running:
+    """One request on its way through the engine.
+
+    Attributes:
+        request: its tokens and items; generated tokens are appended.
+        generation: what was generated so far.
+        account: what the cache spared it.
+        max_new_tokens: when it is done.
+        computed: tokens whose keys and values exist.
+    """
+
+    request: MultimodalRequest
+    generation: Generation
+    account: TurnAccount
+    max_new_tokens: int
+    started: float
+    computed: int = 0
+    match: PrefixMatch | None = None
+    layers: Layers = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    positions: Tensor | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether all tokens are generated."""
+        return len(self.generation.tokens) >= self.max_new_tokens
+
+
+class Engine:
+    """Runs chats on one model through one `MultimodalCache`.
+
+    Args:
+        adapter: of the model.
+        cache: embeddings; its namespace must say which model and processor settings made them.
+        features: processed fields by content.
+        hasher: makes the identifiers; the cache's namespace must declare its scheme.
+        block_size: tokens a KV block; prefixes are reused in whole blocks.
+        kv_blocks: KV blocks that are kept.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        cache: MultimodalCache,
+        features: FeatureCache,
+        *,
+        hasher: ContentHasher | None = None,
+        block_size: int = 16,
+        kv_blocks: int = 8192,
+    ) -> None:
+        self.adapter = adapter
+        self.cache = cache
+        self.features = features
+        self.hasher = hasher if hasher is not None else ContentHasher()
+        self.kv = KVBlocks(block_size=block_size, capacity_blocks=kv_blocks)
+
+    def submit(
+        self,
+        messages: Sequence[Message],
+        *,
+        request_id: str,
+        max_new_tokens: int = 4,
+        cache_salt: str | None = None,
+    ) -> Running:
+        """Turn a chat into a request: media that were processed before are neither decoded nor processed again.
+
+        Raises:
+            MediaError: a medium cannot be decoded, or the model does not take its kind.
+            ConfigError: `max_new_tokens` is below 1.
+        """
+        if max_new_tokens < 1:
+            raise ConfigError("a request generates at least one token", request_id=request_id, found=max_new_tokens)
+        started = time.perf_counter()
+        generation = Generation()
+        media = media_of(messages)
+        prepared = [self._prepare(part, generation) for part in media]
+        tokens, ranges = build_prompt(self.adapter, messages, [fields for _, fields in prepared])
+        items = [
+            MultimodalItem(part.modality, fields, placeholder, identifier)
+            for part, (identifier, fields), placeholder in zip(media, prepared, ranges)
+        ]
+        request = MultimodalRequest(request_id, tokens, items, cache_salt=cache_salt)
+        generation.prompt_tokens = request.num_tokens
+        return Running(request, generation, TurnAccount(len(items)), max_new_tokens, started)
+
+    def identifier(self, media: Media) -> str:
+        """Content digest of a medium: of its encoded bytes and of the settings it is processed with."""
+        return self.hasher.digest(media.modality, media, settings=self.adapter.settings)
+
+    def _prepare(self, media: Media, generation: Generation) -> tuple[str, ItemFields]:
+        self.adapter.check(media)
+        identifier = self.identifier(media)
+
+        def process() -> ItemFields:
+            generation.preprocessed += 1
+            batch = self.adapter.process([media])
+            (fields,) = split_fields(batch, self.adapter.configs(batch))[media.modality]
+            return fields
+
+        return identifier, self.features.get_or_process(identifier, process)
+
+    def start(self, running: Running) -> None:
+        """Find the prefix of a request whose keys and values exist, once, before its first step."""
+        running.match = self.kv.index.match(running.request)
+        running.layers = self.kv.load(running.match)
+        running.computed = running.match.num_tokens
+        running.blocks = list(running.match.block_ids[: running.computed // self.kv.block_size])
+        running.account.prefix_tokens = running.computed
+
+    @torch.no_grad()
+    def step(self, batch: Sequence[Running], *, chunk: int | None = None) -> None:
+        """Run one forward pass: a window of at most `chunk` tokens of every request of the batch.
+
+        Raises:
+            Exception: whatever the encoder or the model raised; nothing stays reserved, and requests can be stepped again.
+        """
+        for running in batch:
+            if running.match is None:
+                self.start(running)
+        lookups: list[Lookup] = []
+        try:
+            for running in batch:
+                lookup = self.cache.lookup(
+                    running.request, num_computed_tokens=running.computed, num_scheduled_tokens=chunk
+                )
+                lookups.append(lookup)
+                running.account.settle(lookup)
+            self._encode(batch, lookups)
+            last_hidden = self._forward(batch, lookups)
+            for running, lookup in zip(batch, lookups):
+                running.computed = lookup.window[1]
+                self.cache.commit(running.request, running.computed)
+                running.blocks = self.kv.save(running.request, running.computed, running.layers, running.blocks)
+        finally:
+            for lookup in lookups:
+                lookup.release()
+        for running, hidden in zip(batch, last_hidden):
+            if running.computed == running.request.num_tokens:
+                self._sample(running, hidden)
+
+    def _encode(self, batch: Sequence[Running], lookups: Sequence[Lookup]) -> None:
+        owner = {id(lookup): running for running, lookup in zip(batch, lookups)}
+        for group in encoder_inputs(lookups, self.adapter.device):
+            counts = [lookup.request.items[index].placeholder.num_embeds for lookup, index in group.items]
+            rows = self.adapter.encode(group.modality, group.kwargs, counts)
+            for (lookup, index), item_rows in zip(group.items, rows):
+                self.cache.insert(lookup, {index: item_rows})
+                owner[id(lookup)].generation.encoder_runs += 1
+
+    def _forward(self, batch: Sequence[Running], lookups: Sequence[Lookup]) -> list[Tensor]:
+        """The model over all windows at once; keys and values go back to the requests.
+
+        Shorter pasts are padded on the left and shorter windows on the right, under a mask; one request needs neither.
+        """
+        device = self.adapter.device
+        windows = [lookup.window for lookup in lookups]
+        pasts = [start for start, _ in windows]
+        widths = [end - start for start, end in windows]
+        past, width = max(pasts), max(widths)
+        ids = torch.zeros(len(batch), width, dtype=torch.long)
+        positions = []
+        for row, (running, lookup, (start, end)) in enumerate(zip(batch, lookups, windows)):
+            ids[row, : end - start] = torch.from_numpy(running.request.token_ids[start:end].astype("int64"))
+            positions.append(self._positions(running, lookup, start, start + width))
+        embeds = self.adapter.embed(ids.to(device))
+        flat = embeds.reshape(-1, embeds.shape[-1])
+        levels = [torch.zeros_like(flat) for _ in range(self.adapter.levels - 1)]
+        for row, lookup in enumerate(lookups):
+            rows = slice(row * width, row * width + widths[row])
+            MergePlan([lookup]).merge_into(flat[rows], *(level[rows] for level in levels))
+        mask = None
+        if len(batch) > 1:
+            mask = torch.zeros(len(batch), past + width, dtype=torch.long, device=device)
+            for row in range(len(batch)):
+                mask[row, past - pasts[row] : past + widths[row]] = 1
+        cache = self._past(batch, past)
+        shaped = [level.reshape(embeds.shape) for level in levels]
+        hidden = self.adapter.decode(
+            flat.reshape(embeds.shape), torch.stack(positions, dim=1).to(device), cache, mask, shaped
+        )
+        for row, running in enumerate(batch):
+            kept = slice(past - pasts[row], past + widths[row])
+            running.layers = [(layer.keys[row, :, kept], layer.values[row, :, kept]) for layer in cache.layers]
+        return [hidden[row, widths[row] - 1] for row in range(len(batch))]
+
+    def _past(self, batch: Sequence[Running], past: int) -> Any:
+        from transformers import DynamicCache
+
+        config = self.adapter.model.config
+        if past == 0:
+            return DynamicCache(config=config)
+        deepest = max(batch, key=lambda running: running.computed)
+        data = []
+        for layer, (keys, _) in enumerate(deepest.layers):
+            padded = [keys.new_zeros(len(batch), keys.shape[0], past, keys.shape[2]) for _ in range(2)]
+            for row, running in enumerate(batch):
+                if running.computed:
+                    for target, source in zip(padded, running.layers[layer]):
+                        target[row, :, past - running.computed :] = source
+            data.append(tuple(padded))
+        return DynamicCache(data, config=config)
+
+    def _positions(self, running: Running, lookup: Lookup, start: int, end: int) -> Tensor:
+        """Positions `[axes, end - start]`; beyond the prompt they go on by one from the largest."""
+        if running.positions is None:
+            tokens = torch.from_numpy(running.request.token_ids.astype("int64"))
+            running.positions = self.adapter.positions(tokens, running.request.items, lookup.metadata)
+        known = running.positions
+        if end > known.shape[1]:
+            more = torch.arange(end - known.shape[1]) + int(known[:, : running.request.num_tokens].max()) + 1
+            known = torch.cat([known, more.expand(known.shape[0], -1)], dim=1)
+        return known[:, start:end]
+
+    def _sample(self, running: Running, hidden: Tensor) -> None:
+        logits = self.adapter.logits(hidden)
+        token = greedy_token(self.adapter, logits)
+        if not running.generation.tokens:
+            running.generation.ttft = time.perf_counter() - running.started
+        running.generation.add(logits, token)
+        if not running.done:
+            running.request.extend([token])
+
+    def finish(self, running: Running) -> None:
+        """The request is done, failed or aborted; idempotent."""
+        if running.match is not None:
+            running.match.release()
+        self.cache.finish(running.request)
+
+    def run(self, batch: Sequence[Running], *, chunk: int | None = None) -> None:
+        """Step requests together until all are done, and finish them, also when a step raises."""
+        try:
+            while waiting := [running for running in batch if not running.done]:
+                self.step(waiting, chunk=chunk)
+        finally:
+            for running in batch:
+                self.finish(running)
+
+
+def default_engine(
+    adapter: Adapter, *, capacity_bytes: int = 256 << 20, feature_bytes: int = 2 << 30, name: str = "tiny"
+) -> Engine:
+    """An engine with a cache of its own, under a namespace that says what made the embeddings.
+
+    Args:
+        adapter: of the model.
+        capacity_bytes: budget of the embeddings.
+        feature_bytes: budget of the processed fields on the host.
+        name: the model's name, as the deployment calls it.
+    """
+    namespace = Namespace(
+        model=f"{name}-{adapter.model_type}",
+        revision=adapter.revision,
+        encoder_dtype=str(adapter.model.dtype),
+        processor=adapter.settings,
+        digest_scheme="xxh3_128",
+    )
+    config = CacheConfig(
+        capacity_bytes=capacity_bytes,
+        namespace=namespace,
+        row_bytes=dict.fromkeys(adapter.modalities, adapter.row_bytes),
+        device=adapter.device,
+    )
+    return Engine(adapter, MultimodalCache(config), FeatureCache(feature_bytes))

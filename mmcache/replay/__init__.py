@@ -1,0 +1,1 @@
+"""Replaying traces: reading them, running them, and showing what a cache did for them."""
