@@ -40,12 +40,16 @@ class MultimodalRequest:
     __slots__ = (
         "__weakref__",
         "_buffer",
+        "_embeds_given",
+        "_end_rows",
         "_first_of",
         "_first_rows",
         "_identifiers",
         "_last_use",
         "_max_end",
         "_metadata",
+        "_num_rows",
+        "_offsets",
         "_payload_until",
         "_reach",
         "_schema_of",
@@ -90,15 +94,21 @@ class MultimodalRequest:
         self._buffer: Int32Array = np.empty(0, np.int32)
         # What a plan needs of the items before some point, so that it need not look at them:
         self._identifiers: list[str] = []
+        self._offsets: list[int] = []
+        self._num_rows: list[int] = []
         self._first_rows: list[int] = []
+        self._end_rows: list[int] = []  # one past the last row of item i; 0 where it has none
         self._reach: list[int] = []  # one past the last row of the items up to and including i
         self._payload_until: list[int] = [0]  # payload bytes of the items before i
         self._max_end = 0  # end of the ranges so far
         self._first_of: dict[str, int] = {}  # identifier -> its first item
         self._last_use: dict[str, int] = {}  # identifier -> one past the last row of its last occurrence
         self._zero_rows: list[int] = []  # items without rows
+        self._embeds_given: set[int] = set()  # items whose embeddings came from the client
         self._shared_home: dict[int, int] = {}  # id of a shared value -> the item that its bytes count with
-        self._shared: dict[int, tuple[tuple[int, int], ...]] = {}  # item -> (home, bytes) of its shared payload
+        self._shared: dict[
+            int, tuple[tuple[int, int, int], ...]
+        ] = {}  # item -> (value id, home, bytes) of shared payload
         self._metadata: dict[str, tuple[int, list[Tensor]]] = {}
         self._schemas: list[tuple[tuple[str, bool], ...]] = []
         self._schema_of: list[int] = []
@@ -250,9 +260,14 @@ class MultimodalRequest:
         place = item._placeholder
         end_row = place._end_row
         self.items.append(item)
+        self._offsets.append(place._offset)
+        self._num_rows.append(place._num_embeds)
         self._first_rows.append(place._first_row)
+        self._end_rows.append(end_row if place._num_embeds else 0)
+        if item._embeds is not None:
+            self._embeds_given.add(index)
         reach = self._reach
-        reach.append(end_row if not reach or end_row > reach[-1] else reach[-1])
+        reach.append(max(reach[-1] if reach else 0, self._end_rows[-1]))
         end = place._offset + place._length
         if end > self._max_end:
             self._max_end = end
@@ -284,7 +299,7 @@ class MultimodalRequest:
                 self.kept_bytes += size if home == index else 0
                 continue
             mine += size if home == index else 0
-            homes.append((home, size))
+            homes.append((id(fields[name]), home, size))
         if homes:
             self._shared[index] = tuple(homes)
         return mine

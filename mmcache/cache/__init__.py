@@ -1,0 +1,7 @@
+"""The cache of one process: ledger and store joined."""
+
+from mmcache.cache.cache import MultimodalCache
+from mmcache.cache.config import CacheConfig
+from mmcache.cache.lookup import Lookup
+
+__all__ = ["CacheConfig", "Lookup", "MultimodalCache"]

@@ -1,0 +1,59 @@
+"""How a cache is set up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from mmcache.errors import ConfigError
+from mmcache.namespaces import Namespace
+
+__all__ = ["CacheConfig"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """Settings of a `MultimodalCache`.
+
+    Attributes:
+        capacity_bytes: budget for embeddings.
+        namespace: what must be equal for two embeddings of one content to be interchangeable; a name or a `Namespace`.
+        policy: eviction order: "queue-aware", "gdsf" or "lru".
+        row_bytes: bytes of one embedding row (width times element size) by modality. What is not given is learned from
+            the first rows; until then room is taken when they come, not before the encoder runs.
+        device: where embeddings are held.
+        block_size: tokens of a block of the cache's own prefix index; the engine's KV block size.
+        prefix_blocks: capacity of that index, used where `lookup` is not told `num_computed_tokens`; 0 leaves
+            it out.
+        lease_seconds: after this time a waiter takes over from an owner that has not delivered.
+        adapter_touches_encoder: whether requests of different adapters have different embeddings.
+    """
+
+    capacity_bytes: int
+    namespace: str | Namespace = ""
+    policy: str = "queue-aware"
+    row_bytes: Mapping[str, int] = field(default_factory=dict)
+    device: torch.device | str = "cpu"
+    block_size: int = 16
+    prefix_blocks: int = 65536
+    lease_seconds: float = 120.0
+    adapter_touches_encoder: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in (("capacity_bytes", 0), ("block_size", 1), ("prefix_blocks", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name} is an integer >= {least}", field=name, found=repr(value))
+        if not isinstance(self.namespace, (str, Namespace)):
+            raise ConfigError(
+                "a namespace is a name or a Namespace", field="namespace", found=type(self.namespace).__name__
+            )
+        for modality, size in self.row_bytes.items():
+            if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
+                raise ConfigError(
+                    "bytes of an embedding row are an integer > 0", field=f"row_bytes[{modality!r}]", found=repr(size)
+                )
+        if not self.lease_seconds > 0:
+            raise ConfigError("a lease is longer than nothing", field="lease_seconds", found=repr(self.lease_seconds))

@@ -1,0 +1,166 @@
+"""Processed features by content: an image that comes again is neither decoded nor processed again.
+
+This is host memory for what a processor made, beside the embeddings that an encoder made of it: it saves the
+processor's time when a request comes back, and its entries stay valid whatever the model's weights.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from cachetools import LRUCache
+
+from mmcache.errors import ConfigError, FieldError
+from mmcache.fields import FieldValue, ItemFields
+
+__all__ = ["FeatureCache", "FeatureStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureStats:
+    """What a feature cache did, and holds.
+
+    Attributes:
+        hits, misses: contents found, and processed.
+        joins: contents that were being processed for somebody else when they were asked for.
+        oversized: contents served without being kept, since they are larger than the whole cache.
+        entries, nbytes: held now.
+    """
+
+    hits: int
+    misses: int
+    joins: int
+    oversized: int
+    entries: int
+    nbytes: int
+
+
+class FeatureCache:
+    """`ItemFields` by content identifier, least recently used out first, bounded in bytes.
+
+    Thread-safe; the lock is not held while anything is processed. What is handed out stays valid after its eviction.
+    An entry owns its memory: a view into a larger batch is copied when it comes in, so that it keeps no batch alive.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        """Make an empty cache of that many bytes.
+
+        Raises:
+            ConfigError: not an integer >= 0.
+        """
+        if isinstance(capacity_bytes, bool) or not isinstance(capacity_bytes, int) or capacity_bytes < 0:
+            raise ConfigError("capacity_bytes is an integer >= 0", field="capacity_bytes", found=repr(capacity_bytes))
+        self._entries: LRUCache[str, ItemFields] = LRUCache(capacity_bytes, getsizeof=_nbytes)
+        self._working: dict[str, Future[ItemFields]] = {}
+        self._lock = threading.Lock()
+        self._hits = self._misses = self._joins = self._oversized = 0
+
+    def get(self, identifier: str) -> ItemFields | None:
+        """The fields of a content, or None. What comes back is held by the caller: no later eviction takes it away."""
+        with self._lock:
+            fields = self._entries.get(identifier)
+            if fields is None:
+                self._misses += 1
+            else:
+                self._hits += 1
+            return fields
+
+    def put(self, identifier: str, fields: ItemFields) -> ItemFields:
+        """Keep a content's fields; they replace what was held under this identifier, a fresh payload being the truth.
+
+        Returns:
+            The fields as they are kept, in memory of their own; if larger than the whole cache, as they came.
+        """
+        if not isinstance(fields, ItemFields):
+            raise FieldError("a feature cache holds ItemFields", found=type(fields).__name__)
+        if _nbytes(fields) > self._entries.maxsize:
+            with self._lock:
+                self._entries.pop(identifier, None)
+                self._oversized += 1
+            return fields
+        owned = _owned(fields)
+        with self._lock:
+            self._entries[identifier] = owned
+        return owned
+
+    def get_or_process(self, identifier: str, process: Callable[[], ItemFields]) -> ItemFields:
+        """The fields of a content; where they are not held, `process()` makes them, once for all who ask meanwhile.
+
+        If `process` raises, its error reaches the one who called it, and of the others one tries anew.
+        """
+        while True:
+            with self._lock:
+                fields = self._entries.get(identifier)
+                if fields is not None:
+                    self._hits += 1
+                    return fields
+                future = self._working.get(identifier)
+                if future is None:
+                    mine: Future[ItemFields] = Future()
+                    self._working[identifier] = mine
+                    self._misses += 1
+                    break
+                self._joins += 1
+            try:
+                return future.result()
+            except BaseException:
+                if not future.done():
+                    raise  # interrupted while waiting
+                continue
+        try:
+            fields = self.put(identifier, process())
+        except BaseException as error:
+            with self._lock:
+                del self._working[identifier]
+            mine.set_exception(error)
+            raise
+        with self._lock:
+            del self._working[identifier]
+        mine.set_result(fields)
+        return fields
+
+    def discard(self, identifier: str) -> None:
+        """Forget a content. Idempotent."""
+        with self._lock:
+            self._entries.pop(identifier, None)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._entries.clear()
+
+    def stats(self) -> FeatureStats:
+        """What it did so far, and holds."""
+        with self._lock:
+            return FeatureStats(
+                self._hits,
+                self._misses,
+                self._joins,
+                self._oversized,
+                len(self._entries),
+                int(self._entries.currsize),
+            )
+
+
+def _nbytes(fields: ItemFields) -> int:
+    return fields.payload_bytes + fields.kept_bytes + sum(size for _, size, _ in fields.shared)
+
+
+def _owned(fields: ItemFields) -> ItemFields:
+    values = {name: _own(value) for name, value in fields.items()}
+    if all(values[name] is value for name, value in fields.items()):
+        return fields
+    configs = {name: fields.config(name) for name in fields}
+    return ItemFields(values, configs, listed=frozenset(name for name in fields if fields.listed(name)))
+
+
+def _own(value: FieldValue) -> FieldValue:
+    if isinstance(value, list):
+        owned = [_own(entry) for entry in value]
+        return value if all(a is b for a, b in zip(owned, value)) else owned
+    if value.untyped_storage().nbytes() == value.numel() * value.element_size():
+        return value
+    return value.clone()

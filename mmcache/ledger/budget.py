@@ -1,0 +1,126 @@
+"""Room in bytes: who takes it, who may lose it, and what the workers have to drop."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from mmcache.errors import MMCacheError
+from mmcache.ledger.records import GONE, READY, RESERVED, Entry
+from mmcache.policies import EvictionPolicy
+
+__all__ = ["Budget"]
+
+
+class Budget:
+    """The ledger's bookkeeping of bytes. Not thread-safe: the ledger holds its lock around every call.
+
+    An entry that is reserved or pinned is outside the policy's order. At every moment
+    `used = bytes of the cached entries <= capacity` and `fixed = bytes of the reserved and pinned ones`.
+
+    Attributes:
+        capacity, used, fixed: bytes.
+        entries: every entry that a worker may hold, by handle.
+        drops: entries whose rows workers still have to be told to drop.
+        evictions: number of entries evicted, by cause.
+        uncached: number of items served uncached, by reason.
+    """
+
+    def __init__(self, capacity: int, policy: EvictionPolicy) -> None:
+        self.capacity = capacity
+        self.policy = policy
+        self.used = 0
+        self.fixed = 0
+        self.entries: dict[int, Entry] = {}
+        self.drops: list[Entry] = []
+        self.evictions: Counter[str] = Counter()
+        self.uncached: Counter[str] = Counter()
+
+    def reserve(self, entry: Entry, nbytes: int, *, may_evict: bool = True) -> None:
+        """Take room for an entry about to be encoded; where there can be none, mark it uncached and evict nothing."""
+        entry.sized = True
+        if nbytes > self.capacity:
+            self._serve_uncached(entry, "larger than the budget")
+        elif nbytes > self.capacity - self.fixed:
+            self._serve_uncached(entry, "all room is pinned")
+        elif not may_evict and nbytes > self.capacity - self.used:
+            self._serve_uncached(entry, "size learned too late to evict")
+        else:
+            while self.used + nbytes > self.capacity:
+                self._evict_one()
+            entry.nbytes = nbytes
+            self.used += nbytes
+            self.fixed += nbytes
+
+    def pin(self, entry: Entry) -> None:
+        """One more request holds a ready entry."""
+        if not entry.pins and entry.cached:
+            self.policy.remove(entry.handle)
+            self.fixed += entry.nbytes
+        entry.pins += 1
+
+    def unpin(self, entry: Entry) -> None:
+        """One request fewer holds a ready entry; without holders it may be evicted."""
+        entry.pins -= 1
+        if not entry.pins and entry.state is READY:
+            self.settle(entry)
+
+    def settle(self, entry: Entry) -> None:
+        """A ready, cached entry has no holder: hand it to the policy, or drop it if nobody can find it any more."""
+        self.fixed -= entry.nbytes
+        if entry.detached:
+            self._release(entry)
+            self.drops.append(entry)
+        else:
+            self.policy.add(entry.handle, entry.nbytes, 1.0 if entry.cost is None else entry.cost, entry.content)
+
+    def uncache(self, entry: Entry) -> None:
+        """A reserved entry will not be cached after all: give its room back."""
+        self.used -= entry.nbytes
+        self.fixed -= entry.nbytes
+        entry.nbytes = 0
+        entry.cached = False
+        entry.sized = True
+
+    def remove(self, entry: Entry, cause: str) -> None:
+        """Drop a ready entry that nobody pins."""
+        self.policy.remove(entry.handle)
+        self.evictions[cause] += 1
+        if entry.scope.get(entry.identifier) is entry:
+            del entry.scope[entry.identifier]
+        entry.detached = True
+        self._release(entry)
+        self.drops.append(entry)
+
+    def forget(self, entry: Entry) -> None:
+        """Nobody has an unlisted entry any more: a reservation given up, an uncached one whose last user is gone."""
+        if entry.state is RESERVED:
+            self.fixed -= entry.nbytes
+        self._release(entry)
+        # Also of a reservation: its owner may have stored rows that it never got to announce.
+        self.drops.append(entry)
+
+    def lose(self, entry: Entry) -> None:
+        """Workers no longer have a ready entry."""
+        if entry.pins:
+            self.fixed -= entry.nbytes
+        elif entry.cached:
+            self.policy.remove(entry.handle)
+        self._release(entry)
+        self.drops.append(entry)  # other workers may still have it
+
+    def _release(self, entry: Entry) -> None:
+        self.used -= entry.nbytes
+        entry.nbytes = 0
+        entry.state = GONE
+        del self.entries[entry.handle]
+
+    def _evict_one(self) -> None:
+        handle = self.policy.victim()
+        if not isinstance(handle, int):
+            # By the invariant an unpinned entry exists; to search on would spin for ever inside the lock.
+            raise MMCacheError("the eviction policy has no victim although entries are unpinned: please report this")
+        self.remove(self.entries[handle], "room")
+
+    def _serve_uncached(self, entry: Entry, reason: str) -> None:
+        entry.cached = False
+        self.uncached[reason] += 1

@@ -1,0 +1,461 @@
+"""`EncoderLedger`: look-up, reservation and pin in one step, under one lock that is held for microseconds."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
+
+from mmcache.items import MultimodalRequest
+from mmcache.ledger.budget import Budget
+from mmcache.ledger.records import READY, RESERVED, Entry, Session, Ticket
+from mmcache.ledger.snapshots import bytes_of, plan_of
+from mmcache.ledger.table import EntryTable
+from mmcache.planning import ItemStatus, Progress, StepPlan, covered_beyond, needed_items
+from mmcache.policies import EvictionPolicy, QueueAwarePolicy
+from mmcache.stats import CacheStats
+
+__all__ = ["EncoderLedger"]
+
+BYTE_REASONS = ("transfer", "kept_on_cpu", "covered", "stored", "in_flight", "later")
+
+
+class EncoderLedger:
+    """Bytes, pins and reservations of encoder outputs: the one authority, without a tensor.
+
+    Thread-safe. Every method takes the lock once, for microseconds, and calls nobody while it holds it. Engines whose
+    workers are other processes send them `plan(ticket)` and report back with `settle` and `reconcile`; engines of one
+    process use `MultimodalCache`, which does that.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        policy: EvictionPolicy,
+        *,
+        row_bytes: Mapping[str, int] | None = None,
+        lease_seconds: float = 120.0,
+        split_by_adapter: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Make an empty ledger.
+
+        Args:
+            capacity_bytes: the budget for embeddings.
+            policy: eviction order; owned by the ledger from now on.
+            row_bytes: bytes of one embedding row by modality, where known before the first encode.
+            lease_seconds: after this time a waiter may take over from an owner that has not delivered.
+            split_by_adapter: whether adapters touch the encoder, so that embeddings belong to one adapter each.
+            clock: monotonic seconds.
+        """
+        self._table = EntryTable(
+            uuid.uuid4().hex, Budget(capacity_bytes, policy), row_bytes or {}, lease_seconds, split_by_adapter, clock
+        )
+        self._lock = threading.Lock()
+        self._sessions: dict[str, Session] = {}
+        self._queue: dict[str, tuple[int, list[Hashable]]] = {}
+        self._next_position = 0
+        self._next_plan = 0
+        self._worker_epochs: dict[Hashable, str] = {}
+
+    # -- what a reader may know ----------------------------------------------------------------------------------------
+
+    @property
+    def ledger_id(self) -> str:
+        """Unique to this ledger and start; workers that see another one begin anew."""
+        return self._table.ledger_id
+
+    @property
+    def epoch(self) -> int:
+        """Advances with `invalidate`: an encode that began in an earlier epoch does not become an entry."""
+        return self._table.epoch
+
+    @property
+    def budget(self) -> Budget:
+        """Bytes used and fixed, evictions and uncached items. Read only."""
+        return self._table.budget
+
+    @property
+    def row_bytes(self) -> Mapping[str, int]:
+        """Bytes of one embedding row by modality, as configured or learned. Read only."""
+        return self._table.row_bytes
+
+    @property
+    def counts(self) -> Counter[Hashable]:
+        """Encodes, joins, takeovers, stale and lost entries. Read only."""
+        return self._table.counts
+
+    def content_of(self, request: MultimodalRequest, identifier: str) -> Hashable:
+        """Equal for two items, of whatever requests, that share an embedding."""
+        return self._table.content_of(request, identifier)
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def open(self, request: MultimodalRequest, start: int, end: int, needed_from: int, lookahead: int) -> Ticket:
+        """Decide about the window `[start, end)` of a request; bounds are taken as valid (see `check_window`)."""
+        first, later, needed = needed_items(request, needed_from, end + lookahead)
+        request_id = request.request_id
+        with self._lock:
+            session = self._sessions.get(request_id)
+            if session is None:
+                session = self._sessions[request_id] = Session(request_id)
+            if self._queue and request_id in self._queue:
+                self._withdraw(request_id)
+            self._next_plan += 1
+            ticket = Ticket(self._next_plan, request, session, start, end, needed_from, lookahead, first, later)
+            session.tickets[ticket] = None
+            if needed:
+                self._table.resolve(ticket, needed)
+        if self._table.woken:
+            self._wake()
+        return ticket
+
+    def plan(self, ticket: Ticket) -> StepPlan:
+        """The lookup as a message for workers; carries the handles to drop, once, with the first plan asked for."""
+        with self._lock:
+            drop = tuple(entry.handle for entry in self._take_drops())
+            if ticket.plan is None or drop:
+                ticket.plan = plan_of(self._table, ticket, drop)
+            return ticket.plan
+
+    def snapshot(self, ticket: Ticket) -> StepPlan:
+        """The lookup's plan as it was decided, without handles to drop."""
+        with self._lock:
+            if ticket.plan is None:
+                ticket.plan = plan_of(self._table, ticket)
+            return ticket.plan
+
+    def shrink(self, ticket: Ticket, end: int) -> None:
+        """The step ends earlier: what only the cut tokens needed is given up, as if never asked for."""
+        first, later, needed = needed_items(ticket.request, ticket.needed_from, end + ticket.lookahead)
+        with self._lock:
+            keep = set(needed)
+            kept = {index: entry for index, entry in ticket.entries.items() if index in keep}
+            still = set(kept.values())
+            dropped = [entry for index, entry in ticket.entries.items() if index not in keep and entry not in still]
+            ticket.entries = kept
+            ticket.first, ticket.later, ticket.end, ticket.plan = first, later, end, None
+            for entry in dict.fromkeys(dropped):
+                if entry is None:
+                    continue
+                if ticket.unsettled and entry in ticket.unsettled:
+                    ticket.unsettled.remove(entry)
+                    self._table.leave(ticket, entry)
+                if ticket.pinned and entry in ticket.pinned:
+                    ticket.pinned.remove(entry)
+                    others = (other for other in ticket.session.tickets if other is not ticket)
+                    if not any(entry in other.entries.values() for other in others):
+                        self._unhold(ticket.session, entry)
+        self._wake()
+
+    def admit(self, ticket: Ticket, sizes: Mapping[int, int]) -> list[Entry]:
+        """Make room for rows whose size was unknown at reservation, before they are stored.
+
+        Args:
+            ticket: the lookup that encoded.
+            sizes: item index to bytes of its rows.
+
+        Returns:
+            Entries that were evicted to make room, or before: drop their rows, then store.
+        """
+        with self._lock:
+            for index, nbytes in sizes.items():
+                entry = ticket.entries[index]
+                if entry is not None and entry.owner is ticket:
+                    self._table.size(entry, nbytes, may_evict=True)
+            return self._take_drops()
+
+    def settle(self, ticket: Ticket, sizes: Mapping[int, int], seconds: float | None = None) -> None:
+        """The rows of these items are stored under the handles of their entries: whoever waits has them now.
+
+        Args:
+            ticket: the lookup that encoded them; items that it does not own (any more) are passed over.
+            sizes: item index to bytes of its rows.
+            seconds: what encoding all of them took, if measured.
+        """
+        rows = ticket.request._num_rows
+        total = sum(rows[index] for index in sizes) or 1
+        with self._lock:
+            for index, nbytes in sizes.items():
+                entry = ticket.entries[index]
+                if entry is not None and entry.owner is ticket and entry.state is RESERVED:
+                    self._table.publish(entry, nbytes, None if seconds is None else seconds * rows[index] / total)
+        self._wake()
+
+    def release(self, ticket: Ticket) -> bool:
+        """End a step: give up what is still to be encoded or awaited; the request's pins stay. Idempotent.
+
+        Returns:
+            Whether it was open.
+        """
+        with self._lock:
+            if ticket.released:
+                return False
+            self._close(ticket)
+            ticket.session.tickets.pop(ticket, None)
+        if self._table.woken:
+            self._wake()
+        return True
+
+    def _close(self, ticket: Ticket) -> None:
+        ticket.released = True
+        self._count(ticket)
+        if ticket.unsettled:
+            for entry in ticket.unsettled:
+                self._table.leave(ticket, entry)
+        if ticket.event is not None or ticket.futures:
+            self._table.woken.append(ticket)
+
+    def _count(self, ticket: Ticket) -> None:
+        """Add the lookup's outcome to the counters, as it stands at its end."""
+        counts, request, num_items = self._table.counts, ticket.request, ticket.num_items
+        until = request._payload_until
+        if not ticket.entries and ticket.first == ticket.later == num_items == len(request.items):
+            counts[ItemStatus.COVERED] += num_items
+            counts["bytes", "covered"] += until[num_items]
+            counts["bytes", "kept_on_cpu"] += request.kept_bytes
+            return
+        for entry in ticket.entries.values():
+            counts[ticket.status_of(entry)] += 1
+        covered = ticket.first + len(
+            covered_beyond(request, ticket.needed_from, ticket.first, ticket.later, ticket.entries)
+        )
+        counts[ItemStatus.COVERED] += covered
+        counts[ItemStatus.LATER] += num_items - covered - len(ticket.entries)
+        sums = bytes_of(ticket)
+        for name in BYTE_REASONS:
+            counts["bytes", name] += getattr(sums, name)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def commit(self, request: MultimodalRequest, num_tokens: int) -> None:
+        """The KV of the first `num_tokens` tokens exists: unpin what has no row beyond them."""
+        with self._lock:
+            session = self._sessions.get(request.request_id)
+            if session is not None and session.held:
+                last_use = request._last_use
+                done = [entry for entry in session.held if last_use.get(entry.identifier, 0) <= num_tokens]
+                for entry in done:
+                    self._unhold(session, entry)
+
+    def finish(self, request_id: str) -> list[Ticket]:
+        """The request is done, aborted or gone: its lookups end and its pins go. Idempotent.
+
+        Returns:
+            The lookups that were still open.
+        """
+        with self._lock:
+            if self._queue and request_id in self._queue:
+                self._withdraw(request_id)
+            session = self._sessions.pop(request_id, None)
+            open_tickets = [] if session is None else list(session.tickets)
+            if session is not None:
+                for ticket in open_tickets:
+                    self._close(ticket)
+                for entry in session.held:
+                    self._table.budget.unpin(entry)
+                session.held.clear()
+        self._wake()
+        return open_tickets
+
+    def announce(self, request: MultimodalRequest, num_computed_tokens: int = 0) -> None:
+        """The request waits in the queue: what it will need is evicted last, and what it holds becomes droppable.
+
+        Announcing it again keeps its place. Its next lookup ends the announcement.
+
+        Args:
+            request: the request.
+            num_computed_tokens: length of the prefix whose KV exists already, if known.
+        """
+        _, _, needed = needed_items(request, num_computed_tokens, request.num_tokens)
+        contents = list(dict.fromkeys(self._table.content_of(request, request._identifiers[i]) for i in needed))
+        with self._lock:
+            session = self._sessions.get(request.request_id)
+            if session is not None:
+                in_use = {entry for ticket in session.tickets for entry in ticket.entries.values()}
+                for entry in [entry for entry in session.held if entry not in in_use]:
+                    self._unhold(session, entry)
+            policy = self._table.budget.policy
+            if request.request_id in self._queue:
+                position, old = self._queue[request.request_id]
+                if isinstance(policy, QueueAwarePolicy):
+                    policy.withdraw(position, old)
+            else:
+                self._next_position += 1
+                position = self._next_position
+            self._queue[request.request_id] = (position, contents)
+            if isinstance(policy, QueueAwarePolicy):
+                policy.announce(position, contents)
+
+    def withdraw(self, request_id: str) -> None:
+        """The request no longer waits. Idempotent."""
+        with self._lock:
+            if request_id in self._queue:
+                self._withdraw(request_id)
+
+    def _withdraw(self, request_id: str) -> None:
+        position, contents = self._queue.pop(request_id)
+        policy = self._table.budget.policy
+        if isinstance(policy, QueueAwarePolicy):
+            policy.withdraw(position, contents)
+
+    def _unhold(self, session: Session, entry: Entry) -> None:
+        del session.held[entry]
+        self._table.budget.unpin(entry)
+
+    # -- validity ------------------------------------------------------------------------------------------------------
+
+    def invalidate(self, identifier: str | None = None) -> None:
+        """Forget one content, or everything, and begin a new epoch; holders keep theirs.
+
+        An encode under way is good for its own lookup and is not published; of the lookups that wait for it, one is
+        told to encode anew.
+        """
+        with self._lock:
+            self._table.epoch += 1
+            for scope in self._table.scopes.values():
+                listed = list(scope.values()) if identifier is None else [e for e in (scope.get(identifier),) if e]
+                for entry in listed:
+                    self._table.detach(entry, "invalidated")
+            if identifier is None:
+                self._table.forget_widths()
+        self._wake()
+
+    def reconcile(
+        self, worker_epoch: str, held: Iterable[int] | None, lost: Iterable[int], worker: Hashable = 0
+    ) -> None:
+        """Believe a worker's report: what it does not hold is planned as missing again.
+
+        Args:
+            worker_epoch: unique to the worker's store and start.
+            held: all handles that it holds; None with an epoch that the ledger knows.
+            lost: handles that plans called stored and that it does not hold.
+            worker: which worker reports.
+        """
+        with self._lock:
+            entries = self._table.budget.entries
+            gone = {handle for handle in lost if handle in entries and entries[handle].state is READY}
+            if held is not None:
+                kept = frozenset(held)
+                gone.update(h for h, entry in entries.items() if entry.state is READY and h not in kept)
+            elif self._worker_epochs.get(worker, worker_epoch) != worker_epoch:
+                gone.update(h for h, entry in entries.items() if entry.state is READY)
+            self._worker_epochs[worker] = worker_epoch
+            for handle in sorted(gone):
+                entry = entries[handle]
+                users = []
+                for session in self._sessions.values():
+                    session.held.pop(entry, None)
+                    users += [ticket for ticket in session.tickets if entry in ticket.entries.values()]
+                self._table.lose(entry, users)
+        self._wake()
+
+    def take_drops(self) -> list[Entry]:
+        """Entries whose rows workers have to drop; they are told once."""
+        with self._lock:
+            return self._take_drops()
+
+    def _take_drops(self) -> list[Entry]:
+        drops = self._table.budget.drops
+        if drops:
+            self._table.budget.drops = []
+        return drops
+
+    # -- waiting -------------------------------------------------------------------------------------------------------
+
+    def poll(self, ticket: Ticket) -> Progress:
+        """What has changed for the lookup since the last time; takes over from owners beyond their lease."""
+        with self._lock:
+            progress = self._news(ticket)
+        self._wake()
+        return progress
+
+    def _news(self, ticket: Ticket) -> Progress:
+        if ticket.unsettled:
+            for entry in ticket.unsettled:
+                if entry.state is RESERVED and entry.owner is not ticket and self._table.expired(entry):
+                    self._table.take_over_expired(entry)
+        arrived, mine = ticket.arrived, ticket.mine
+        if arrived is None and mine is None:
+            return _NOTHING
+        ticket.arrived = ticket.mine = None
+        ready = ticket.indices_of([entry for entry in arrived or () if entry.state is READY])
+        own = [entry for entry in mine or () if entry.owner is ticket]
+        return Progress(ready, tuple(ticket.firsts_of(lambda entry: entry in own)))
+
+    def begin_wait(self, ticket: Ticket, arm: Callable[[Ticket], None]) -> tuple[Progress, float | None, bool]:
+        """News of the lookup; where there are none, `arm` the ticket so that news wake the caller, in one step.
+
+        Returns:
+            (news, seconds after which to look again, whether everything awaited is this very request's to encode).
+        """
+        with self._lock:
+            progress = self._news(ticket)
+            waits = [entry for entry in ticket.unsettled or () if entry.state is RESERVED and entry.owner is not ticket]
+            others = [e for e in waits if e.owner is None or e.owner.session is not ticket.session]
+            own = not others and bool(waits or ticket.with_status(ItemStatus.MISSING))
+            left = min((self._table.lease_left(entry) for entry in others), default=None)
+            if not progress and others:
+                arm(ticket)
+        self._wake()
+        return progress, left, own
+
+    def disarm(self, ticket: Ticket, future: asyncio.Future[None]) -> None:
+        """The future is no longer to be woken."""
+        with self._lock:
+            if ticket.futures:
+                ticket.futures = [pair for pair in ticket.futures if pair[1] is not future]
+
+    def stats(self, prefix_found: int = 0, prefix_asked: int = 0) -> CacheStats:
+        """Counters, taken in one moment."""
+        with self._lock:
+            table, budget = self._table, self._table.budget
+            counts = table.counts
+            return CacheStats(
+                lookups=self._next_plan,
+                items={status.value: counts[status] for status in ItemStatus},
+                bytes={name: counts["bytes", name] for name in BYTE_REASONS},
+                encodes=counts["encodes"],
+                joins=counts["joins"],
+                takeovers=counts["takeovers"],
+                evictions=dict(budget.evictions),
+                uncached=dict(budget.uncached),
+                stale=counts["stale"],
+                lost=counts["lost"],
+                forgotten_lookups=counts["forgotten_lookups"],
+                capacity_bytes=budget.capacity,
+                used_bytes=budget.used,
+                pinned_bytes=budget.fixed,
+                entries=len(budget.entries),
+                prefix_tokens=prefix_found,
+                prefix_queries_tokens=prefix_asked,
+                epoch=table.epoch,
+            )
+
+    def _wake(self) -> None:
+        """Wake whoever waits on lookups that have news; without the lock."""
+        if not self._table.woken:
+            return
+        with self._lock:
+            woken, self._table.woken = self._table.woken, []
+        for ticket in dict.fromkeys(woken):
+            event, futures = ticket.event, ticket.futures
+            ticket.futures = None
+            if event is not None:
+                event.set()
+            for loop, future in futures or ():
+                try:
+                    loop.call_soon_threadsafe(_resolve, future)
+                except RuntimeError:  # the loop was closed: nobody waits there any more
+                    continue
+
+
+_NOTHING = Progress((), ())
+
+
+def _resolve(future: object) -> None:
+    if not future.done():  # type: ignore[attr-defined]
+        future.set_result(None)  # type: ignore[attr-defined]

@@ -1,0 +1,289 @@
+"""The life of an entry: absent, reserved by one owner, ready, gone. No lock here: the ledger holds it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
+
+from mmcache.items import MultimodalRequest
+from mmcache.ledger.budget import Budget
+from mmcache.ledger.records import READY, RESERVED, Entry, Ticket
+from mmcache.ledger.snapshots import plan_of
+
+__all__ = ["EntryTable", "Scope"]
+
+Scope = dict[str, Entry]
+
+
+class EntryTable:
+    """Entries by scope and identifier, and the steps of their lives.
+
+    Attributes:
+        ledger_id: name of the ledger, for its plans.
+        budget: room in bytes.
+        row_bytes: bytes of one embedding row by modality; learned from the first rows where not configured.
+        epoch: advances when entries are invalidated.
+        counts: events by name.
+        woken: lookups with news, to be woken once the lock is released.
+    """
+
+    def __init__(
+        self,
+        ledger_id: str,
+        budget: Budget,
+        row_bytes: Mapping[str, int],
+        lease_seconds: float,
+        split_by_adapter: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self.ledger_id = ledger_id
+        self.budget = budget
+        self.row_bytes = dict(row_bytes)
+        self.epoch = 0
+        self.counts: Counter[Hashable] = Counter()
+        self.woken: list[Ticket] = []
+        self.scopes: dict[tuple[str | None, str | None], Scope] = {}
+        self._configured_row_bytes = dict(row_bytes)
+        self._lease_seconds = lease_seconds
+        self._split_by_adapter = split_by_adapter
+        self._clock = clock
+        self._next_handle = 0
+
+    def scope_of(self, request: MultimodalRequest) -> Scope:
+        """The entries that the request can share."""
+        key = (request.cache_salt, request.adapter if self._split_by_adapter else None)
+        scope = self.scopes.get(key)
+        if scope is None:
+            scope = self.scopes[key] = {}
+        return scope
+
+    def content_of(self, request: MultimodalRequest, identifier: str) -> Hashable:
+        """What two items have in common if they share an embedding: (salt, adapter, identifier)."""
+        return (request.cache_salt, request.adapter if self._split_by_adapter else None, identifier)
+
+    def resolve(self, ticket: Ticket, needed: Iterable[int]) -> None:
+        """Find, join or reserve an entry for each needed item, and pin what is ready."""
+        request, held, entries = ticket.request, ticket.session.held, ticket.entries
+        scope = self.scope_of(request)
+        identifiers, num_rows, given = request._identifiers, request._num_rows, request._embeds_given
+        absent = None
+        # Pin all that is ready before any room is made: a request must not evict what it needs itself.
+        for index in needed:
+            if given and index in given:
+                entries[index] = None
+                continue
+            entry = scope.get(identifiers[index])
+            if entry is not None and entry.state is READY and entry.num_rows == num_rows[index]:
+                entries[index] = entry
+                if entry not in held:
+                    self.hold(ticket, entry)
+            else:
+                entries[index] = None
+                absent = [index] if absent is None else [*absent, index]
+        if absent is not None:
+            for index in absent:
+                entries[index] = self._find(ticket, scope, index)
+
+    def _find(self, ticket: Ticket, scope: Scope, index: int) -> Entry:
+        """An entry for an item whose rows are not ready: a new one, the lookup's own, or somebody else's."""
+        entry = scope.get(ticket.request._identifiers[index])
+        if entry is None:
+            return self.reserve(ticket, scope, index)
+        if entry.num_rows != ticket.request._num_rows[index]:
+            return self._replace(ticket, scope, entry, index)
+        if entry.owner is ticket:
+            return entry
+        return self._join(ticket, scope, entry, index)
+
+    def reserve(self, ticket: Ticket, scope: Scope, index: int, *, listed: bool = True) -> Entry:
+        """Make the lookup the owner of a new entry; one that is not listed is for this lookup alone."""
+        request = ticket.request
+        identifier, rows = request._identifiers[index], request._num_rows[index]
+        modality = request.items[index].modality
+        self._next_handle += 1
+        content = self.content_of(request, identifier)
+        entry = Entry(self._next_handle, scope, content, identifier, modality, rows, ticket, self._clock())
+        if listed:
+            scope[identifier] = entry
+            row_bytes = self.row_bytes.get(modality)
+            if row_bytes is not None:
+                self.budget.reserve(entry, rows * row_bytes)
+        else:
+            entry.detached = entry.sized = True
+            entry.cached = False
+        self.budget.entries[entry.handle] = entry
+        ticket.unsettle(entry)
+        return entry
+
+    def hold(self, ticket: Ticket, entry: Entry) -> None:
+        """The lookup's request pins a ready entry until commit passes it."""
+        self.budget.policy.touch(entry.handle)
+        self.budget.pin(entry)
+        ticket.session.held[entry] = None
+        if ticket.pinned is None:
+            ticket.pinned = [entry]
+        else:
+            ticket.pinned.append(entry)
+
+    def _replace(self, ticket: Ticket, scope: Scope, entry: Entry, index: int) -> Entry:
+        """The content is known with another number of rows: never serve it."""
+        self.counts["stale"] += 1
+        if entry.state is RESERVED:
+            # Somebody encodes it with the other number: whichever is wrong fails on its own, not both.
+            return self.reserve(ticket, scope, index, listed=False)
+        self.detach(entry, "stale")
+        return self.reserve(ticket, scope, index)
+
+    def _join(self, ticket: Ticket, scope: Scope, entry: Entry, index: int) -> Entry:
+        if ticket in entry.waiters:
+            return entry
+        if self.expired(entry):
+            self.counts["lease_takeovers"] += 1
+            self._supersede(entry)
+            heir = scope.get(entry.identifier)
+            if heir is None:
+                return self.reserve(ticket, scope, index)
+            entry = heir
+        entry.waiters.append(ticket)
+        ticket.unsettle(entry)
+        return entry
+
+    def expired(self, entry: Entry) -> bool:
+        """Whether the owner of a reserved entry has exceeded its lease."""
+        return entry.owner is not None and self._clock() - entry.since > self._lease_seconds
+
+    def lease_left(self, entry: Entry) -> float:
+        """Seconds until a waiter may take over."""
+        return max(0.0, self._lease_seconds - (self._clock() - entry.since))
+
+    def take_over_expired(self, entry: Entry) -> None:
+        """The owner exceeded its lease: the first waiter encodes."""
+        self.counts["lease_takeovers"] += 1
+        self._supersede(entry)
+
+    def size(self, entry: Entry, nbytes: int, *, may_evict: bool) -> None:
+        """The first rows of a modality tell the bytes of a row; an entry reserved before gets its room now."""
+        if entry.num_rows and not entry.detached:
+            self.row_bytes.setdefault(entry.modality, nbytes // entry.num_rows)
+        if not entry.sized:
+            self.budget.reserve(entry, nbytes, may_evict=may_evict)
+
+    def publish(self, entry: Entry, nbytes: int, cost: float | None) -> None:
+        """The rows are in the store: whoever owned the entry or waited for it has it now."""
+        self._freeze(entry)
+        self.size(entry, nbytes, may_evict=False)
+        users = entry.waiters if entry.owner is None else [entry.owner, *entry.waiters]
+        waiters, entry.owner, entry.waiters, entry.state, entry.cost = entry.waiters, None, [], READY, cost
+        self.counts["encodes"] += 1
+        self.counts["joins"] += len(waiters)
+        if entry.cached:
+            for user in users:
+                if entry not in user.session.held:
+                    user.session.held[entry] = None
+                    entry.pins += 1
+                    user.pinned = [*(user.pinned or ()), entry]
+            if not entry.pins:
+                self.budget.settle(entry)
+        else:
+            entry.users = len(users)
+            self._unlist(entry)
+            if not users:
+                self.budget.forget(entry)
+        for waiter in waiters:
+            waiter.arrived = [*(waiter.arrived or ()), entry]
+            self.woken.append(waiter)
+
+    def leave(self, ticket: Ticket, entry: Entry) -> None:
+        """The lookup ends, or no longer needs the entry: give up what it owns, waits for, or uses uncached."""
+        if entry.state is RESERVED:
+            if entry.owner is ticket:
+                self._abandon(entry)
+            elif ticket in entry.waiters:
+                entry.waiters.remove(ticket)
+        elif entry.state is READY and not entry.cached:
+            entry.users -= 1
+            if not entry.users:
+                self.budget.forget(entry)
+
+    def _abandon(self, entry: Entry) -> None:
+        """The owner gives up: exactly one waiter takes over, or the reservation ends."""
+        if not entry.waiters:
+            self._unlist(entry)
+            self.budget.forget(entry)
+            return
+        self._freeze(entry)
+        heir = entry.waiters.pop(0)
+        entry.owner, entry.since = heir, self._clock()
+        heir.mine = [*(heir.mine or ()), entry]
+        self.counts["takeovers"] += 1
+        self.woken.append(heir)
+
+    def detach(self, entry: Entry, cause: str) -> None:
+        """No new lookup finds the entry from now on; those who hold it keep it."""
+        if entry.state is RESERVED:
+            self._supersede(entry)
+            return
+        self._unlist(entry)
+        if not entry.pins:
+            self.budget.remove(entry, cause)
+
+    def _supersede(self, entry: Entry) -> None:
+        """A reserved entry will not be published: its owner may finish it for itself, waiters begin anew among them."""
+        self._freeze(entry)
+        self._unlist(entry)
+        if entry.cached:
+            self.budget.uncache(entry)
+        waiters, entry.waiters = entry.waiters, []
+        if entry.owner is None:
+            self.budget.forget(entry)
+        if not waiters:
+            return
+        heir = waiters[0]
+        index = next(i for i, other in heir.entries.items() if other is entry)
+        new = self.reserve(heir, entry.scope, index)
+        new.waiters = waiters[1:]
+        for ticket in waiters:
+            settled = [other for other in ticket.unsettled or () if other is not entry and other is not new]
+            ticket.unsettled = [*settled, new]
+            for i, other in ticket.entries.items():
+                if other is entry:
+                    ticket.entries[i] = new
+        heir.mine = [*(heir.mine or ()), new]
+        self.woken.append(heir)
+
+    def lose(self, entry: Entry, users: Iterable[Ticket]) -> None:
+        """Workers no longer have a ready entry: who needs it now encodes it anew, one for all."""
+        self.counts["lost"] += 1
+        self._unlist(entry)
+        new: Entry | None = None
+        for ticket in users:
+            ticket.plan = ticket.plan or plan_of(self, ticket)
+            ticket.session.held.pop(entry, None)
+            for index, other in ticket.entries.items():
+                if other is not entry:
+                    continue
+                if new is None:
+                    new = self.reserve(ticket, entry.scope, index)
+                    ticket.mine = [*(ticket.mine or ()), new]
+                    self.woken.append(ticket)
+                elif new.owner is not ticket and ticket not in new.waiters:
+                    new.waiters.append(ticket)
+                    ticket.unsettle(new)
+                ticket.entries[index] = new
+        self.budget.lose(entry)
+
+    def forget_widths(self) -> None:
+        """Other weights may have other widths: only the configured ones still hold."""
+        self.row_bytes = dict(self._configured_row_bytes)
+
+    def _unlist(self, entry: Entry) -> None:
+        if not entry.detached:
+            entry.detached = True
+            if entry.scope.get(entry.identifier) is entry:
+                del entry.scope[entry.identifier]
+
+    def _freeze(self, entry: Entry) -> None:
+        """Statuses of these lookups are about to change, and their plans are snapshots of what was decided."""
+        for ticket in (entry.owner, *entry.waiters):
+            if ticket is not None and ticket.plan is None and not ticket.released:
+                ticket.plan = plan_of(self, ticket)

@@ -1,0 +1,219 @@
+"""Where a worker keeps encoder outputs. It decides nothing: it obeys plans, and reports what it holds.
+
+Rows are kept under the handles that plans name. A handle is never used for two admissions, so a drop that travels late
+can never hit an entry that was admitted anew.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mmcache.errors import EmbeddingError, UnresolvedItemError
+from mmcache.planning import ItemStatus, PlannedItem, StepPlan
+
+__all__ = ["EmbeddingStore", "StoreReport", "check_rows"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReport:
+    """What a worker's store says of itself.
+
+    Attributes:
+        ledger_id: the ledger that it obeys.
+        epoch: unique to the store and its start.
+        held: all handles that it holds; None where the ledger can know from what was reported before.
+        lost: handles that a plan called stored and that are not here.
+    """
+
+    ledger_id: str
+    epoch: str
+    held: tuple[int, ...] | None
+    lost: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    rows: Tensor
+    written: torch.cuda.Event | None  # recorded behind the kernels that write the rows; None on the CPU
+
+
+class EmbeddingStore:
+    """Rows `[num_rows, width]` of encoder outputs by handle, each in memory of its own, on one device.
+
+    On a CUDA device nothing here waits on the host: a reader's stream waits for the event behind which the rows were
+    written, and memory is given back to the allocator only after the last reader's stream is done with it.
+
+    Attributes:
+        device: where rows are kept.
+        epoch: unique to this store and start.
+        nbytes: bytes held.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self.epoch = uuid.uuid4().hex
+        self.nbytes = 0
+        self._held: dict[int, _Held] = {}
+        self._ledger_id: str | None = None
+
+    def __len__(self) -> int:
+        """Number of entries held."""
+        return len(self._held)
+
+    def apply(self, plan: StepPlan) -> StoreReport:
+        """Drop what the plan says, and tell what of it is not here. Another ledger's plan empties the store first."""
+        fresh = plan.ledger_id != self._ledger_id
+        if fresh:
+            self.clear()
+            self._ledger_id = plan.ledger_id
+        self.drop(plan.drop)
+        stored = {item.handle for item in plan.items if item.status is ItemStatus.STORED and item.handle >= 0}
+        lost = tuple(sorted(handle for handle in stored if handle not in self._held))
+        return StoreReport(plan.ledger_id, self.epoch, self.handles() if fresh else None, lost)
+
+    def handles(self) -> tuple[int, ...]:
+        """All handles held."""
+        return tuple(self._held)
+
+    def put(self, handle: int, rows: Tensor, *, copy: bool = True) -> int:
+        """Keep rows under a handle; replaces what was there.
+
+        Args:
+            handle: as the plan names it.
+            rows: floating-point `[num_rows, width]` on any device.
+            copy: False hands the tensor over, to be kept as it is where it is contiguous, on this store's device and
+                its storage's only content; the caller does not write to it again. Anything else is copied.
+
+        Returns:
+            Bytes kept.
+        """
+        held = self._own(rows.detach(), copy)
+        old = self._held.get(handle)
+        self._held[handle] = held
+        self.nbytes += _bytes(held.rows) - (0 if old is None else _bytes(old.rows))
+        return _bytes(held.rows)
+
+    def get(self, handle: int) -> Tensor | None:
+        """The rows under a handle, or None; the current stream waits until they are written. Do not write to them."""
+        held = self._held.get(handle)
+        if held is None:
+            return None
+        if held.written is not None:
+            stream = torch.cuda.current_stream(held.rows.device)
+            stream.wait_event(held.written)
+            held.rows.record_stream(stream)
+        return held.rows
+
+    def drop(self, handles: Iterable[int]) -> None:
+        """Forget rows; handles that are not here are passed over."""
+        for handle in handles:
+            held = self._held.pop(handle, None)
+            if held is not None:
+                self.nbytes -= _bytes(held.rows)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.drop(self.handles())
+
+    def put_planned(self, plan: StepPlan, embeddings: Mapping[int, Tensor], *, copy: bool = True) -> dict[int, int]:
+        """Keep the rows of items that a plan calls missing.
+
+        Args:
+            plan: the plan that said so.
+            embeddings: item index to rows `[num_rows, width]`.
+            copy: as for `put`.
+
+        Returns:
+            item index to bytes, for the ledger's `settle`.
+
+        Raises:
+            EmbeddingError: an index is not missing, or its rows do not fit; nothing is kept then.
+        """
+        planned = {item.index: item for item in plan.items}
+        for index, rows in embeddings.items():
+            if index not in plan.missing:
+                raise EmbeddingError(
+                    "rows for an item that is not this plan's to encode",
+                    request_id=plan.request_id,
+                    item=index,
+                    expected=f"one of {list(plan.missing)}",
+                )
+            check_rows(rows, planned[index].num_rows, plan.request_id, index)
+        return {index: self.put(planned[index].handle, rows, copy=copy) for index, rows in embeddings.items()}
+
+    def rows(self, plan: StepPlan, index: int) -> Tensor:
+        """The rows `[num_rows, width]` of a planned item.
+
+        Raises:
+            UnresolvedItemError: the plan does not need the item, or nobody has provided its rows.
+        """
+        item: PlannedItem | None = next((item for item in plan.items if item.index == index), None)
+        rows = None if item is None else self.get(item.handle)
+        if rows is None:
+            raise UnresolvedItemError("no rows are held for the item", request_id=plan.request_id, item=index)
+        return rows
+
+    def _own(self, rows: Tensor, copy: bool) -> _Held:
+        if rows.device.type != self.device.type or (self.device.index not in (None, rows.device.index)):
+            rows = _to_device(rows, self.device)
+        elif copy or not _is_whole(rows):
+            rows = rows.clone(memory_format=torch.contiguous_format)
+        return _Held(rows, _written(rows))
+
+
+def check_rows(rows: object, num_rows: int, request_id: str, index: int) -> Tensor:
+    """The rows, if they can be the embeddings of an item with that many.
+
+    Raises:
+        EmbeddingError: not a floating-point tensor `[num_rows, width]`.
+    """
+    if not isinstance(rows, Tensor):
+        raise EmbeddingError(
+            "embeddings are tensors", request_id=request_id, item=index, expected="Tensor", found=type(rows).__name__
+        )
+    if rows.dim() != 2 or rows.shape[0] != num_rows or not rows.shape[1]:
+        raise EmbeddingError(
+            "embeddings have one row for each embedding position",
+            request_id=request_id,
+            item=index,
+            expected=f"shape ({num_rows}, width)",
+            found=tuple(rows.shape),
+        )
+    if not rows.is_floating_point():
+        raise EmbeddingError(
+            "embeddings are floating-point",
+            request_id=request_id,
+            item=index,
+            expected="a float dtype",
+            found=rows.dtype,
+        )
+    return rows
+
+
+def _bytes(rows: Tensor) -> int:
+    return rows.numel() * rows.element_size()
+
+
+def _is_whole(rows: Tensor) -> bool:
+    """Whether the tensor is all that its storage holds, so that keeping it keeps nothing else alive."""
+    return rows.is_contiguous() and rows.untyped_storage().nbytes() == _bytes(rows)
+
+
+def _to_device(rows: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cuda":
+        return rows.to(device, non_blocking=True).contiguous()
+    # To the host: an asynchronous copy may be read only after a wait, and readers here are told nothing; so wait once.
+    return rows.to(device).contiguous()
+
+
+def _written(rows: Tensor) -> torch.cuda.Event | None:
+    if rows.device.type != "cuda" or not rows.is_cuda:
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(rows.device))
+    return event
