@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 __all__ = [
+    "ArenaFullError",
     "ConfigError",
     "ContentConflictError",
     "DamagedEntryError",
@@ -17,6 +18,7 @@ __all__ = [
     "FieldError",
     "MMCacheError",
     "MediaError",
+    "MessageError",
     "MissingContentError",
     "PlaceholderError",
     "ReleasedError",
@@ -207,3 +209,11 @@ class DamagedEntryError(MMCacheError, ValueError):
     def __init__(self, message: str, *, reason: str, **where: Any) -> None:
         self.reason = reason
         super().__init__(message, **where)
+
+
+class ArenaFullError(MMCacheError, MemoryError):
+    """Shared memory has no room: the file system is too small for an arena, or what an arena holds is in use."""
+
+
+class MessageError(MMCacheError, ValueError):
+    """A message between processes is malformed, of another version, or contradicts what both sides know."""
