@@ -48,6 +48,7 @@ class MultimodalCache:
             lease_seconds=config.lease_seconds,
             split_by_adapter=config.adapter_touches_encoder,
         )
+        self._budget = self._ledger.budget
         self._store = EmbeddingStore(config.device)
         self._dtypes: dict[str, torch.dtype] = {}
         self._orphans: deque[Ticket] = deque()
@@ -96,13 +97,12 @@ class MultimodalCache:
             self._prefix_found += num_computed_tokens
         try:
             end, needed_from = check_window(request, num_computed_tokens, num_scheduled_tokens, needed_from, lookahead)
-            ticket = self._ledger.open(request, num_computed_tokens, end, needed_from, lookahead)
+            ticket = self._ledger.open(request, num_computed_tokens, end, needed_from, lookahead, match)
         except BaseException:
             if match is not None:
                 match.release()
             raise
-        ticket.match = match
-        if self._ledger.budget.drops:
+        if self._budget.drops:
             self._apply_drops()
         return Lookup(self, ticket)
 
@@ -210,7 +210,7 @@ class MultimodalCache:
         self._apply_drops()
 
     def finish(self, request: MultimodalRequest | str) -> None:
-        """The request, or the one of that id, is done, aborted or disconnected, and gives up all it holds. Idempotent."""
+        """The request, or the one of that id, is done, aborted or gone: all it holds is given up. Idempotent."""
         for ticket in self._ledger.finish(request if isinstance(request, str) else request.request_id):
             if ticket.match is not None:
                 ticket.match.release()
@@ -274,7 +274,7 @@ class MultimodalCache:
         if self._ledger.release(ticket):
             if ticket.match is not None:
                 ticket.match.release()
-            if self._ledger.budget.drops:
+            if self._budget.drops:
                 self._apply_drops()
 
     def _release_forgotten(self) -> None:
@@ -288,7 +288,7 @@ class MultimodalCache:
                 self._release(ticket)
 
     def _apply_drops(self) -> None:
-        if self._ledger.budget.drops:
+        if self._budget.drops:
             self._drop(self._ledger.take_drops())
 
     def _drop(self, entries: Sequence[Entry]) -> None:

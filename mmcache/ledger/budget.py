@@ -96,8 +96,8 @@ class Budget:
         if entry.state is RESERVED:
             self.fixed -= entry.nbytes
         self._release(entry)
-        # Also of a reservation: its owner may have stored rows that it never got to announce.
-        self.drops.append(entry)
+        if entry.written:
+            self.drops.append(entry)
 
     def lose(self, entry: Entry) -> None:
         """Workers no longer have a ready entry."""

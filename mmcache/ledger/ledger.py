@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 
 from mmcache.items import MultimodalRequest
 from mmcache.ledger.budget import Budget
-from mmcache.ledger.records import READY, RESERVED, Entry, Session, Ticket
+from mmcache.ledger.records import READY, RESERVED, Entry, PinnedMatch, Session, Tally, Ticket
 from mmcache.ledger.snapshots import bytes_of, plan_of
 from mmcache.ledger.table import EntryTable
 from mmcache.planning import ItemStatus, Progress, StepPlan, covered_beyond, needed_items
@@ -20,7 +20,8 @@ from mmcache.stats import CacheStats
 
 __all__ = ["EncoderLedger"]
 
-BYTE_REASONS = ("transfer", "kept_on_cpu", "covered", "stored", "in_flight", "later")
+_STATUS_ORDER = (ItemStatus.COVERED, ItemStatus.STORED, ItemStatus.IN_FLIGHT, ItemStatus.MISSING, ItemStatus.LATER)
+_BYTES_ORDER = ("covered", "stored", "in_flight", "transfer", "later", "kept_on_cpu")
 
 
 class EncoderLedger:
@@ -54,6 +55,7 @@ class EncoderLedger:
         self._table = EntryTable(
             uuid.uuid4().hex, Budget(capacity_bytes, policy), row_bytes or {}, lease_seconds, split_by_adapter, clock
         )
+        self._tally = Tally()
         self._lock = threading.Lock()
         self._sessions: dict[str, Session] = {}
         self._queue: dict[str, tuple[int, list[Hashable]]] = {}
@@ -84,7 +86,7 @@ class EncoderLedger:
         return self._table.row_bytes
 
     @property
-    def counts(self) -> Counter[Hashable]:
+    def counts(self) -> Counter[str]:
         """Encodes, joins, takeovers, stale and lost entries. Read only."""
         return self._table.counts
 
@@ -94,7 +96,15 @@ class EncoderLedger:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def open(self, request: MultimodalRequest, start: int, end: int, needed_from: int, lookahead: int) -> Ticket:
+    def open(
+        self,
+        request: MultimodalRequest,
+        start: int,
+        end: int,
+        needed_from: int,
+        lookahead: int,
+        match: PinnedMatch | None = None,
+    ) -> Ticket:
         """Decide about the window `[start, end)` of a request; bounds are taken as valid (see `check_window`)."""
         first, later, needed = needed_items(request, needed_from, end + lookahead)
         request_id = request.request_id
@@ -105,7 +115,7 @@ class EncoderLedger:
             if self._queue and request_id in self._queue:
                 self._withdraw(request_id)
             self._next_plan += 1
-            ticket = Ticket(self._next_plan, request, session, start, end, needed_from, lookahead, first, later)
+            ticket = Ticket(self._next_plan, request, session, start, end, needed_from, lookahead, first, later, match)
             session.tickets[ticket] = None
             if needed:
                 self._table.resolve(ticket, needed)
@@ -211,23 +221,50 @@ class EncoderLedger:
 
     def _count(self, ticket: Ticket) -> None:
         """Add the lookup's outcome to the counters, as it stands at its end."""
-        counts, request, num_items = self._table.counts, ticket.request, ticket.num_items
-        until = request._payload_until
-        if not ticket.entries and ticket.first == ticket.later == num_items == len(request.items):
-            counts[ItemStatus.COVERED] += num_items
-            counts["bytes", "covered"] += until[num_items]
-            counts["bytes", "kept_on_cpu"] += request.kept_bytes
+        request, entries, first, later = ticket.request, ticket.entries, ticket.first, ticket.later
+        items, sums = self._tally.items, self._tally.bytes
+        until, num_items = request._payload_until, ticket.num_items
+        if request._shared or request._zero_rows or len(entries) != later - first:
+            self._count_slowly(ticket)
             return
+        items[0] += first
+        items[4] += num_items - later
+        sums[0] += until[first]
+        sums[4] += until[num_items] - until[later]
+        sums[5] += request.kept_bytes
+        if not entries:
+            return
+        seen: set[Entry] | None = None
+        for index, entry in entries.items():
+            size = until[index + 1] - until[index]
+            if entry is None or entry.state is READY:
+                items[1] += 1
+                sums[1] += size
+            elif entry.owner is not ticket:
+                items[2] += 1
+                sums[2] += size
+            else:
+                items[3] += 1
+                if seen is None:
+                    seen = {entry}
+                    sums[3] += size
+                elif entry in seen:
+                    sums[1] += size
+                else:
+                    seen.add(entry)
+                    sums[3] += size
+
+    def _count_slowly(self, ticket: Ticket) -> None:
+        items, sums = self._tally.items, self._tally.bytes
         for entry in ticket.entries.values():
-            counts[ticket.status_of(entry)] += 1
-        covered = ticket.first + len(
-            covered_beyond(request, ticket.needed_from, ticket.first, ticket.later, ticket.entries)
-        )
-        counts[ItemStatus.COVERED] += covered
-        counts[ItemStatus.LATER] += num_items - covered - len(ticket.entries)
-        sums = bytes_of(ticket)
-        for name in BYTE_REASONS:
-            counts["bytes", name] += getattr(sums, name)
+            items[_STATUS_ORDER.index(ticket.status_of(entry))] += 1
+        beyond = covered_beyond(ticket.request, ticket.needed_from, ticket.first, ticket.later, ticket.entries)
+        covered = ticket.first + len(beyond)
+        items[0] += covered
+        items[4] += ticket.num_items - covered - len(ticket.entries)
+        counted = bytes_of(ticket)
+        for place, name in enumerate(_BYTES_ORDER):
+            sums[place] += getattr(counted, name)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -416,8 +453,8 @@ class EncoderLedger:
             counts = table.counts
             return CacheStats(
                 lookups=self._next_plan,
-                items={status.value: counts[status] for status in ItemStatus},
-                bytes={name: counts["bytes", name] for name in BYTE_REASONS},
+                items={status.value: n for status, n in zip(_STATUS_ORDER, self._tally.items)},
+                bytes=dict(zip(_BYTES_ORDER, self._tally.bytes)),
                 encodes=counts["encodes"],
                 joins=counts["joins"],
                 takeovers=counts["takeovers"],

@@ -11,7 +11,7 @@ from typing import Protocol
 from mmcache.items import MultimodalRequest
 from mmcache.planning import ItemStatus, StepPlan
 
-__all__ = ["Entry", "EntryState", "Session", "Ticket"]
+__all__ = ["Entry", "EntryState", "PinnedMatch", "Session", "Tally", "Ticket"]
 
 
 class EntryState(Enum):
@@ -51,6 +51,7 @@ class Entry:
         waiters: lookups that wait for it.
         pins: requests that hold it.
         users: open lookups that use it, counted for uncached entries only.
+        written: whether rows may be in the store, announced or not.
         cost: seconds that encoding took, or None where nobody measured.
     """
 
@@ -72,6 +73,7 @@ class Entry:
         "state",
         "users",
         "waiters",
+        "written",
     )
 
     def __init__(
@@ -102,11 +104,22 @@ class Entry:
         self.pins = 0
         self.users = 0
         self.cost: float | None = None
+        self.written = False
 
     @property
     def gone(self) -> bool:
         """Whether nobody has it any more."""
         return self.state is GONE
+
+
+class Tally:
+    """Sums over released lookups: items by status, and bytes of their fields by what became of them."""
+
+    __slots__ = ("bytes", "items")
+
+    def __init__(self) -> None:
+        self.items = [0] * 5  # covered, stored, in flight, missing, later
+        self.bytes = [0] * 6  # covered, stored, in flight, transfer, later, kept on the CPU
 
 
 class Session:
@@ -174,6 +187,7 @@ class Ticket:
         lookahead: int,
         first: int,
         later: int,
+        match: PinnedMatch | None,
     ) -> None:
         self.plan_id = plan_id
         self.request = request
@@ -194,7 +208,7 @@ class Ticket:
         self.event: threading.Event | None = None
         self.futures: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] | None = None
         self.released = False
-        self.match: PinnedMatch | None = None
+        self.match = match
 
     def status_of(self, entry: Entry | None) -> ItemStatus:
         """Status of a needed item that has this entry."""

@@ -40,7 +40,7 @@ class EntryTable:
         self.budget = budget
         self.row_bytes = dict(row_bytes)
         self.epoch = 0
-        self.counts: Counter[Hashable] = Counter()
+        self.counts: Counter[str] = Counter()
         self.woken: list[Ticket] = []
         self.scopes: dict[tuple[str | None, str | None], Scope] = {}
         self._configured_row_bytes = dict(row_bytes)
@@ -167,6 +167,7 @@ class EntryTable:
             self.row_bytes.setdefault(entry.modality, nbytes // entry.num_rows)
         if not entry.sized:
             self.budget.reserve(entry, nbytes, may_evict=may_evict)
+        entry.written = True
 
     def publish(self, entry: Entry, nbytes: int, cost: float | None) -> None:
         """The rows are in the store: whoever owned the entry or waited for it has it now."""
