@@ -1,0 +1,220 @@
+"""Writing blocks of rows to runs of a destination: one pass over the rows, converting and moving as it goes.
+
+On the CPU rows of equal dtype are copied as bits by numpy, run by run (one `memmove` each), and by fancy indexing where
+runs are so short that a call for each would cost more than the copy; other dtypes go through `copy_`. On a device a
+block of few runs is a copy for each run, any other one indexed copy, with all indices of a call sent over at once from
+pinned memory: the number of launches does not depend on the number of rows, and the host waits for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmcache.staging import Staging, staging_for
+
+__all__ = ["Block", "are_short", "send_places", "write_blocks"]
+
+# Runs shorter than both on average are cheaper to write by fancy indexing: a call for a run costs what indexing costs
+# for some twenty rows, and no longer matters where a run is large (measured with rows of 128 bytes to 8 KB).
+_SHORT_RUN = 24
+_SHORT_RUN_BYTES = 64 << 10
+# A conversion for each run pays from this many elements a run on (measured); below, rows are converted in chunks.
+_SHORT_CONVERSION = 32768
+# Above this number of runs a block on a device is written with one indexed copy.
+_DEVICE_RUNS = 4
+# PyTorch runs an elementwise operation of this many elements on one thread.
+_SERIAL_ELEMENTS = 32768 - 1
+_SERIAL_ABOVE_RUNS = 8
+_CHUNK_BYTES = 256 << 10
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PLAIN = (Tensor, torch.nn.Parameter)
+_Bits = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Rows `[first, first + count)` of a source, and where they go.
+
+    Attributes:
+        first, count: the rows.
+        runs: (start, length) in rows of the destination, in order; or None where `positions` is given.
+        positions: destination row of each source row, int64 `[count]`; or None where `runs` is given.
+    """
+
+    first: int
+    count: int
+    runs: Sequence[tuple[int, int]] | None = None
+    positions: np.ndarray[Any, np.dtype[np.int64]] | None = None
+
+    def indices(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Destination row of each source row."""
+        if self.positions is not None:
+            return self.positions
+        runs = np.asarray(self.runs, dtype=np.int64).reshape(-1, 2)
+        before = np.cumsum(runs[:, 1]) - runs[:, 1]
+        return np.repeat(runs[:, 0] - before, runs[:, 1]) + np.arange(self.count)
+
+
+def are_short(runs: int, rows: int, row_bytes: int) -> bool:
+    """Whether `runs` runs of `rows` rows together are better written by index than one by one."""
+    return runs > 1 and rows < runs * _SHORT_RUN and rows * row_bytes < runs * _SHORT_RUN_BYTES
+
+
+def write_blocks(
+    target: Tensor, blocks: Sequence[tuple[Tensor, Block]], places: Sequence[Tensor | None] | None = None
+) -> None:
+    """Write rows of each source `[n, width]` to their places in `target` `[rows, width]`.
+
+    Sources may have another dtype or device. All has been checked before: nothing here raises for a caller's mistake.
+
+    Args:
+        target: the destination, in place.
+        blocks: sources and what is written of them.
+        places: on a device, what `send_places` returned for these blocks, if that is at hand.
+    """
+    if target.is_cpu:
+        _write_host(target, blocks)
+        return
+    staging = staging_for(target.device)
+    if places is None:
+        places = send_places([block for _, block in blocks], staging)
+    _write_device(target, blocks, places, staging)
+
+
+def _bits(tensor: Tensor) -> _Bits | None:
+    """The tensor as a numpy array of integers over the same memory, or None where autograd or its kind forbids it."""
+    kind = _BITS.get(tensor.element_size())
+    if kind is None or type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_conj():
+        return None
+    if tensor.requires_grad:
+        if torch.is_grad_enabled():
+            return None
+        tensor = tensor.detach()
+    return tensor.view(kind).numpy()
+
+
+def _write_host(target: Tensor, blocks: Iterable[tuple[Tensor, Block]]) -> None:
+    bits = _bits(target)
+    storage = target.untyped_storage().data_ptr()
+    for source, block in blocks:
+        if source.is_cpu and source.untyped_storage().data_ptr() == storage:
+            source = source.clone()  # rows of the destination itself, which is being written
+        if bits is None or (source.requires_grad and torch.is_grad_enabled()):
+            _copy_runs(target, source, block)
+        elif source.dtype is target.dtype and source.is_cpu and (source_bits := _bits(source)) is not None:
+            _copy_bits(bits, source_bits, block)
+        elif block.runs is None or len(block.runs) * _SHORT_CONVERSION > block.count * target.shape[1]:
+            _convert_scattered(bits, target.dtype, source, block)
+        else:
+            _copy_runs(target, source, block)
+
+
+def _copy_bits(target: _Bits, source: _Bits, block: Block) -> None:
+    row = block.first
+    if block.runs is None or are_short(len(block.runs), block.count, target.shape[1] * target.itemsize):
+        target[block.indices()] = source[row : row + block.count]
+        return
+    for start, length in block.runs:
+        target[start : start + length] = source[row : row + length]
+        row += length
+
+
+def _convert_scattered(target: _Bits, dtype: torch.dtype, source: Tensor, block: Block) -> None:
+    """Convert (and fetch) a few rows at a time into a buffer that stays in the cache, and scatter that."""
+    width = source.shape[1]
+    rows = max(1, min(block.count, _CHUNK_BYTES // max(1, width * dtype.itemsize)))
+    if torch.get_num_threads() > 1:
+        rows = max(1, min(rows, _SERIAL_ELEMENTS // max(1, width)))
+    buffer = torch.empty(rows, width, dtype=dtype)
+    converted = buffer.view(_BITS[dtype.itemsize]).numpy()
+    indices = block.indices()
+    for done in range(0, block.count, rows):
+        count = min(rows, block.count - done)
+        first = block.first + done
+        buffer[:count].copy_(source[first : first + count].detach())
+        target[indices[done : done + count]] = converted[:count]
+
+
+def _copy_runs(target: Tensor, source: Tensor, block: Block) -> None:
+    """`copy_` for each run: converts, moves between devices, and is seen by autograd."""
+    if block.runs is None:
+        rows = source[block.first : block.first + block.count].to(target.device, target.dtype)
+        target.index_copy_(0, torch.from_numpy(block.indices()), rows)
+        return
+    row = block.first
+    # Many small copies on several threads stall at a barrier each, where the cores are shared.
+    most = target.shape[0]
+    if len(block.runs) > _SERIAL_ABOVE_RUNS and torch.get_num_threads() > 1:
+        most = max(1, _SERIAL_ELEMENTS // max(1, target.shape[1]))
+    for start, length in block.runs:
+        for begin in range(0, length, most):
+            count = min(most, length - begin)
+            target[start + begin : start + begin + count].copy_(source[row + begin : row + begin + count])
+        row += length
+
+
+def send_places(blocks: Sequence[Block], staging: Staging) -> list[Tensor | None]:
+    """For each block of many runs its destination rows, on the device; None for the others. One copy for all."""
+    indexed = [block for block in blocks if _is_indexed(block)]
+    if not indexed:
+        return [None] * len(blocks)
+    buffer, region = staging.take((sum(block.count for block in indexed),), torch.int64)
+    event = None
+    try:
+        np.concatenate([block.indices() for block in indexed], out=buffer.numpy())
+        sent = buffer.to(staging.device, non_blocking=True)
+        event = staging.streams.record()
+    finally:
+        if region is not None:
+            region.release(event)
+    parts = iter(torch.split(sent, [block.count for block in indexed]))
+    return [next(parts) if _is_indexed(block) else None for block in blocks]
+
+
+def _is_indexed(block: Block) -> bool:
+    return block.runs is None or len(block.runs) > _DEVICE_RUNS
+
+
+def _write_device(
+    target: Tensor, blocks: Sequence[tuple[Tensor, Block]], places: Sequence[Tensor | None], staging: Staging
+) -> None:
+    storage = target.untyped_storage().data_ptr()
+    for (source, block), place in zip(blocks, places):
+        rows = source[block.first : block.first + block.count]
+        if rows.is_cpu:
+            _write_staged(target, rows.detach(), block, place, staging)
+            continue
+        if rows.untyped_storage().data_ptr() == storage:
+            rows = rows.clone()  # rows of the destination itself, which is being written
+        staging.streams.used(rows)
+        _put_rows(target, rows, block, place)
+
+
+def _write_staged(target: Tensor, rows: Tensor, block: Block, place: Tensor | None, staging: Staging) -> None:
+    """Rows on the host: converted into pinned memory, and copied to their place from there."""
+    staged, region = staging.take((block.count, target.shape[1]), target.dtype)
+    event = None
+    try:
+        _write_host(staged, [(rows, Block(0, block.count, ((0, block.count),)))])
+        _put_rows(target, staged, block, place)
+        event = staging.streams.record()
+    finally:
+        if region is not None:
+            region.release(event)
+
+
+def _put_rows(target: Tensor, rows: Tensor, block: Block, place: Tensor | None) -> None:
+    if place is not None:
+        target.index_copy_(0, place, rows.to(target.device, target.dtype, non_blocking=True))
+        return
+    row = 0
+    for start, length in block.runs or ():
+        target[start : start + length].copy_(rows[row : row + length], non_blocking=True)
+        row += length

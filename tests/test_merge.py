@@ -1,0 +1,527 @@
+"""Merging rows into embeddings: `merge_embeddings` by a mask, `MergePlan` by the windows of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mmcache.errors import EmbeddingError, UnresolvedItemError, WindowError
+from mmcache.items import MultimodalItem, MultimodalRequest, PlaceholderRange
+from mmcache.merge import MergePlan, merge_embeddings
+from mmcache.testing import SimulatedDevice
+
+torch.set_num_threads(1)
+
+
+def mask_of(text: str) -> Tensor:
+    """A mask from a picture: `#` receives a row."""
+    return torch.tensor([c == "#" for c in text.replace(" ", "")])
+
+
+def rows(count: int, width: int = 4, dtype: torch.dtype = torch.float32, start: int = 1) -> Tensor:
+    return torch.arange(start, start + count * width, dtype=torch.float32).reshape(count, width).to(dtype)
+
+
+def reference(inputs: Tensor, parts: Sequence[Tensor], mask: Tensor) -> Tensor:
+    result = inputs.clone()
+    result[mask] = torch.cat([p.detach().to(inputs.device, inputs.dtype) for p in parts])
+    return result
+
+
+# merge_embeddings
+
+
+def test_rows_fill_the_true_positions_in_order_in_place() -> None:
+    inputs = torch.zeros(6, 4)
+    result = merge_embeddings(inputs, rows(3), mask_of("-##--#"))
+    assert result is inputs
+    assert inputs[:, 0].tolist() == [0, 1, 5, 0, 0, 9]
+
+
+def test_nothing_to_merge_changes_nothing() -> None:
+    inputs = torch.ones(3, 4)
+    assert merge_embeddings(inputs, [], mask_of("---")) is inputs
+    assert merge_embeddings(inputs, torch.empty(0, 4), mask_of("---")) is inputs
+    assert merge_embeddings(torch.ones(0, 4), [], torch.zeros(0, dtype=torch.bool)).shape == (0, 4)
+    assert inputs.eq(1).all()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    data=st.data(),
+    runs=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 40)), max_size=12),
+    width=st.sampled_from([1, 8, 700]),
+    dtypes=st.sampled_from(
+        [
+            (torch.bfloat16, torch.bfloat16),
+            (torch.float32, torch.bfloat16),
+            (torch.bfloat16, torch.float32),
+            (torch.float16, torch.float64),
+            (torch.float32, torch.float32),
+        ]
+    ),
+)
+def test_equals_the_masked_assignment_for_any_runs_and_sources(
+    data: st.DataObject, runs: list[tuple[int, int]], width: int, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    mask = torch.tensor([flag for gap, length in runs for flag in [False] * gap + [True] * length] + [False] * 2)
+    count = int(mask.sum())
+    all_rows = torch.randn(count, width).to(dtypes[1])
+    cuts = sorted(data.draw(st.lists(st.integers(0, count), max_size=4)))
+    parts = [all_rows[a:b] for a, b in zip([0, *cuts], [*cuts, count])]
+    inputs = torch.randn(len(mask), width).to(dtypes[0])
+    expected = reference(inputs, parts, mask)
+    assert torch.equal(merge_embeddings(inputs, parts, mask), expected)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn],
+)
+def test_rows_of_equal_dtype_keep_every_bit(dtype: torch.dtype) -> None:
+    bits = torch.randint(-128, 128, (64, 600 * dtype.itemsize), dtype=torch.int8)  # NaN payloads among them
+    source = bits.view(dtype)
+    inputs = torch.zeros(70, 600, dtype=dtype)
+    merge_embeddings(inputs, source, mask_of("---" + "#" * 64 + "---"))
+    assert torch.equal(inputs[3:67].view(torch.int8), bits)
+
+
+@pytest.mark.parametrize("picture", ["#" * 40 + "-", "#-" * 40, "##-" * 20 + "-", "-" + "#" * 25 + "--" + "#" * 15])
+@pytest.mark.parametrize("width", [8, 2000])
+def test_sources_of_any_strides(picture: str, width: int) -> None:
+    mask = mask_of(picture)
+    base = torch.randn(width, 80)
+    inputs = torch.randn(len(mask), width)
+    for source in (base.t()[::2], base.t()[40:], torch.randn(1, width).expand(40, -1)):
+        expected = reference(inputs, [source], mask)
+        assert torch.equal(merge_embeddings(inputs.clone(), source, mask), expected)
+
+
+def test_destination_may_be_a_slice_of_a_larger_buffer() -> None:
+    buffer = torch.zeros(10, 8)
+    merge_embeddings(buffer[2:8, 2:6], rows(2), mask_of("-#--#-"))
+    assert buffer[3, 2:6].tolist() == [1, 2, 3, 4]
+    assert buffer[6, 2:6].tolist() == [5, 6, 7, 8]
+    assert buffer.count_nonzero() == 8
+
+
+def test_destination_may_have_batch_dimensions() -> None:
+    inputs = torch.zeros(2, 3, 4)
+    merge_embeddings(inputs, [rows(2)], torch.stack([mask_of("--#"), mask_of("#--")]))
+    assert inputs[:, :, 0].tolist() == [[0, 0, 1], [5, 0, 0]]
+
+
+def test_sources_may_be_nested_and_have_leading_dimensions() -> None:
+    inputs = torch.zeros(7, 4)
+    merge_embeddings(inputs, [(rows(1), [rows(1, start=10)]), rows(4, start=20).view(2, 2, 4)], mask_of("######-"))
+    assert inputs[:, 0].tolist() == [1, 10, 20, 24, 28, 32, 0]
+
+
+def test_rows_are_converted_and_the_source_stays_as_it_is() -> None:
+    source = torch.full((3, 4), 1.00390625 + 2**-12)
+    kept = source.clone()
+    inputs = torch.zeros(3, 4, dtype=torch.bfloat16)
+    merge_embeddings(inputs, source, mask_of("###"))
+    assert torch.equal(inputs, source.to(torch.bfloat16))
+    assert torch.equal(source, kept)
+
+
+@pytest.mark.parametrize("width", [4, 4000])
+def test_a_source_may_be_part_of_the_destination(width: int) -> None:
+    inputs = torch.arange(20.0).unsqueeze(1).repeat(1, width)
+    mask = mask_of("--" + "#" * 10 + "-" * 8)
+    expected = reference(inputs, [inputs[1:11].clone()], mask)
+    merge_embeddings(inputs, inputs[1:11], mask)
+    assert torch.equal(inputs, expected)
+
+
+@pytest.mark.parametrize("width", [4, 4000])
+@pytest.mark.parametrize("picture", ["-#########-", "#-#-#-#-#-#-#-#-#-"])
+def test_gradients_flow_where_they_are_asked_for(width: int, picture: str) -> None:
+    source = torch.randn(9, width, requires_grad=True)
+    weight = torch.randn(len(picture), width, requires_grad=True)
+    merged = merge_embeddings(weight * 2, source, mask_of(picture))
+    merged.sum().backward()
+    assert source.grad is not None
+    assert source.grad.eq(1).all()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad[:, 0], torch.where(mask_of(picture), 0.0, 2.0))
+    with torch.no_grad():
+        plain = merge_embeddings(torch.zeros(len(picture), width), source, mask_of(picture))
+    assert not plain.requires_grad
+    with torch.inference_mode():
+        assert torch.equal(merge_embeddings(torch.zeros(len(picture), width), source, mask_of(picture)), plain)
+
+
+@pytest.mark.parametrize(
+    ("counts", "picture", "source", "found", "expected"),
+    [
+        ([4, 3], "####-####", 1, 3, 4),  # each source has a run of its own: the run that differs is named
+        ([5, 4], "####-####", 0, 5, 4),
+        ([4, 4, 4], "####-####", 2, 4, 0),  # otherwise the one that no longer fits
+        ([9], "####-####", 0, 9, 8),
+        ([2, 2, 2], "####-####", 2, 6, 8),  # or the last
+    ],
+)
+def test_counts_are_checked_before_anything_is_written(
+    counts: list[int], picture: str, source: int, found: int, expected: int
+) -> None:
+    inputs = torch.zeros(9, 4)
+    with pytest.raises(EmbeddingError) as raised:
+        merge_embeddings(inputs, [rows(n) for n in counts], mask_of(picture))
+    assert (raised.value.item, raised.value.found, raised.value.expected) == (source, found, expected)
+    assert str(sum(counts)) in str(raised.value)
+    assert inputs.eq(0).all()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "embeddings", "mask"),
+    [
+        (torch.zeros(3, 4), rows(1, 5), mask_of("#--")),  # width
+        (torch.zeros(3, 4), torch.ones(4), mask_of("#--")),  # no rows
+        (torch.zeros(3, 4), torch.ones(1, 4, dtype=torch.int64), mask_of("#--")),
+        (torch.zeros(3, 4), torch.ones(1, 4, dtype=torch.complex64), mask_of("#--")),
+        (torch.zeros(3, 4), "rows", mask_of("#--")),
+        (torch.zeros(3, 4), rows(1), mask_of("#---")),  # length of the mask
+        (torch.zeros(3, 4), rows(1), mask_of("#--").int()),
+        (torch.zeros(3, 4), rows(1), [True, False, False]),
+        (torch.zeros(4), rows(1), mask_of("#---")),
+        (torch.zeros(3, 4, dtype=torch.int32), rows(1), mask_of("#--")),
+        (torch.zeros(1, 4).expand(3, 4), rows(1), mask_of("#--")),  # rows that overlap
+        (torch.zeros(2, 3, 8)[:, :2, :4], rows(1), torch.stack([mask_of("#-"), mask_of("--")])),
+    ],
+)
+def test_what_does_not_fit_raises_and_changes_nothing(inputs: Tensor, embeddings: Any, mask: Any) -> None:
+    with pytest.raises(EmbeddingError):
+        merge_embeddings(inputs, embeddings, mask)
+    assert inputs.eq(0).all()
+
+
+def test_a_wrong_source_among_right_ones_is_named_before_anything_is_written() -> None:
+    inputs = torch.zeros(4, 4)
+    with pytest.raises(EmbeddingError) as raised:
+        merge_embeddings(inputs, [rows(1), rows(2, 3), rows(1)], mask_of("####"))
+    assert raised.value.item == 1
+    assert inputs.eq(0).all()
+
+
+@pytest.mark.parametrize(
+    "picture", ["-" + "#" * 40 + "-", "#-" * 40, ("####" * 2 + "--") * 5, "-#" * 12 + "-" + "#" * 28]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("where", ["device", "host", "pinned"])
+def test_on_a_device_the_host_waits_for_nothing(picture: str, dtype: torch.dtype, where: str) -> None:
+    mask = mask_of(picture)
+    source = torch.randn(40, 16).to(dtype)
+    base = torch.randn(len(mask), 16).to(torch.bfloat16)
+    expected = reference(base, [source], mask)
+    with SimulatedDevice("cuda:0") as sim:
+        inputs = sim.to_device(base)
+        given = {"device": sim.to_device, "pinned": sim.pin, "host": lambda t: t}[where](source)
+        merge_embeddings(inputs, [given[:10], given[10:]], mask)
+        assert sim.host_reads == []
+        assert sim.mixes == []
+        assert [move for move in sim.moves if move.blocks] == []
+        sent = sum(move.nbytes for move in sim.moves)
+        assert sent <= 40 * 8 + (0 if where == "device" else 40 * 32)  # indices, and the rows in the target's dtype
+        assert torch.equal(inputs.cpu(), expected)
+
+
+def test_device_rows_into_a_host_destination_are_fetched() -> None:
+    source = torch.randn(5, 4)
+    with SimulatedDevice("cuda:0") as sim:
+        inputs = torch.zeros(9, 4)
+        merge_embeddings(inputs, sim.to_device(source), mask_of("-#####---"))
+        assert sim.mixes == []
+        assert inputs.device.type == "cpu"
+    assert torch.equal(inputs[1:6], source)
+
+
+def test_a_mask_on_the_device_is_refused() -> None:
+    with SimulatedDevice("cuda:0") as sim:
+        mask = sim.to_device(mask_of("#-"))
+        with pytest.raises(EmbeddingError, match="CPU"):
+            merge_embeddings(torch.zeros(2, 4), rows(1), mask)
+        assert sim.host_reads == []
+
+
+# MergePlan
+
+
+def item(offset: int, length: int, name: str = "a", is_embed: Sequence[bool] | None = None) -> MultimodalItem:
+    return MultimodalItem("image", None, PlaceholderRange(offset, length, is_embed), name)
+
+
+def lookup_of(
+    request: MultimodalRequest, window: tuple[int, int], held: dict[int, Tensor], lookahead: int = 0
+) -> SimpleNamespace:
+    """What a merge asks of a lookup, with rows from a dict."""
+    horizon = window[1] + lookahead
+
+    def rows_for(index: int) -> Tensor:
+        if index not in held:
+            raise UnresolvedItemError("the rows are not here", request_id=request.request_id, item=index)
+        return held[index]
+
+    needed = tuple(
+        i
+        for i, it in enumerate(request.items)
+        if (row := it.placeholder.next_row(window[0])) is not None and row < horizon
+    )
+    return SimpleNamespace(request=request, window=window, needed=needed, rows=rows_for)
+
+
+def request_of(items: Sequence[MultimodalItem], length: int = 40, name: str = "r") -> MultimodalRequest:
+    return MultimodalRequest(name, list(range(length)), items)
+
+
+def test_a_window_takes_the_rows_that_lie_in_it() -> None:
+    request = request_of([item(3, 10)])
+    held = {0: rows(10)}
+    for start, end, expected in [(7, 20, held[0][4:]), (0, 5, held[0][:2]), (5, 9, held[0][2:6]), (0, 20, held[0])]:
+        inputs = torch.zeros(end - start, 4)
+        assert MergePlan([lookup_of(request, (start, end), held)]).merge_into(inputs) is inputs
+        place = max(0, 3 - start)
+        assert torch.equal(inputs[place : place + len(expected)], expected)
+        assert inputs.count_nonzero() == expected.numel()
+    for start, end in [(0, 3), (13, 20)]:
+        inputs = torch.zeros(end - start, 4)
+        MergePlan([lookup_of(request, (start, end), held)]).merge_into(inputs)
+        assert inputs.count_nonzero() == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    masks=st.lists(st.lists(st.booleans(), min_size=1, max_size=12), max_size=4),
+    chunk=st.integers(1, 20),
+    gap=st.integers(0, 3),
+)
+def test_chunks_add_up_to_the_whole_bit_for_bit(masks: list[list[bool]], chunk: int, gap: int) -> None:
+    items, held, offset = [], {}, gap
+    for index, mask in enumerate(masks):
+        items.append(item(offset, len(mask), f"i{index}", mask))
+        held[index] = torch.randn(sum(mask), 4)
+        offset += len(mask) + gap
+    length = offset + 2
+    request = request_of(items, length)
+    text = torch.randn(length, 4)
+    whole = MergePlan([lookup_of(request, (0, length), held)]).merge_into(text.clone())
+    expected = text.clone()
+    for index, mask in enumerate(masks):
+        start = items[index].placeholder.offset
+        expected[start : start + len(mask)][torch.tensor(mask)] = held[index]
+    assert torch.equal(whole, expected)
+    chunks = []
+    for start in range(0, length, chunk):
+        end = min(length, start + chunk)
+        plan = MergePlan([lookup_of(request, (start, end), held)])
+        chunks.append(plan.merge_into(text[start:end].clone()))
+        flat = torch.zeros(length, dtype=torch.bool)
+        for it in items:
+            for begin, count in it.placeholder.runs:
+                flat[it.placeholder.offset + begin : it.placeholder.offset + begin + count] = True
+        assert torch.equal(plan.is_multimodal, flat[start:end])
+    assert torch.equal(torch.cat(chunks), whole)
+
+
+def test_a_mask_with_holes_takes_the_right_rows() -> None:
+    mask = [True, True, False, True] * 3
+    request = request_of([item(0, 12, is_embed=mask)])
+    inputs = torch.zeros(4, 4)
+    MergePlan([lookup_of(request, (5, 9), {0: rows(9)})]).merge_into(inputs)
+    assert inputs[:, 0].tolist() == [17, 0, 21, 25]  # rows 4, 5 and 6
+
+
+def test_a_batch_lies_one_window_behind_the_other_and_padding_stays() -> None:
+    first = lookup_of(request_of([item(2, 4)]), (0, 8), {0: rows(4)})
+    text = lookup_of(request_of([]), (5, 6), {})
+    last = lookup_of(request_of([item(1, 6)], name="s"), (3, 10), {0: rows(6, start=101)})
+    inputs = torch.full((20, 4), -1.0)
+    plan = MergePlan([first, text, last])
+    assert plan.num_rows == 16
+    plan.merge_into(inputs)
+    assert torch.equal(inputs[2:6], rows(4))
+    assert torch.equal(inputs[9:13], rows(6, start=101)[2:])
+    assert inputs.eq(-1).all(1).sum() == 12
+
+
+def test_interleaved_items_share_a_span_and_not_a_row() -> None:
+    video = item(0, 8, "v", [False, True, True, False, False, True, True, False])
+    audio = item(1, 6, "a", [False, False, True, True, False, False])
+    request = request_of([video, audio])
+    inputs = torch.zeros(8, 4)
+    held = {0: rows(4), 1: rows(2, start=101)}
+    MergePlan([lookup_of(request, (0, 8), held)]).merge_into(inputs)
+    assert inputs[:, 0].tolist() == [0, 1, 5, 101, 105, 9, 13, 0]
+
+
+def test_a_plan_serves_several_destinations_and_steps() -> None:
+    request = request_of([item(1, 2)])
+    plan = MergePlan([lookup_of(request, (0, 4), {0: rows(2)})])
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        inputs = torch.zeros(4, 4, dtype=dtype)
+        plan.merge_into(inputs)
+        assert inputs[:, 0].tolist() == [0, 1, 5, 0]
+
+
+def test_rows_wider_than_hidden_fill_the_levels_and_zero_the_rest() -> None:
+    request = request_of([item(2, 5, is_embed=[True, True, False, True, True])])
+    wide = torch.randn(4, 12)
+    inputs, levels = torch.full((10, 4), 7.0), [torch.full((size, 4), 7.0) for size in (10, 8)]
+    MergePlan([lookup_of(request, (3, 11), {0: wide})]).merge_into(inputs, *levels)
+    places = [0, 2, 3]
+    for number, target in enumerate([inputs, *levels]):
+        assert torch.equal(target[places], wide[1:, 4 * number : 4 * number + 4])
+        others = [i for i in range(8) if i not in places]
+        assert target[others].eq(0 if number else 7).all()
+        assert target[8:].eq(7).all()  # padding
+
+
+def test_levels_without_items_become_zero() -> None:
+    plan = MergePlan([lookup_of(request_of([]), (0, 3), {})])
+    inputs, level = torch.ones(3, 4), torch.ones(5, 4)
+    assert plan.merge_into(inputs, level) is inputs
+    assert inputs.eq(1).all()
+    assert level[:3].eq(0).all()
+    assert level[3:].eq(1).all()
+
+
+def test_items_without_levels_leave_zeros_in_them() -> None:
+    request = request_of([item(0, 2, "video"), item(3, 2, "audio")])
+    inputs, level = torch.zeros(6, 4), torch.full((6, 4), 7.0)
+    MergePlan([lookup_of(request, (0, 6), {0: torch.ones(2, 8), 1: torch.ones(2, 4)})]).merge_into(inputs, level)
+    assert inputs[:, 0].tolist() == [1, 1, 0, 1, 1, 0]
+    assert level[:, 0].tolist() == [1, 1, 0, 0, 0, 0]
+
+
+def test_an_unresolved_item_raises_before_any_write() -> None:
+    good = lookup_of(request_of([item(0, 2)]), (0, 4), {0: rows(2)})
+    bad = lookup_of(request_of([item(0, 2)], name="bad"), (0, 4), {})
+    inputs, level = torch.zeros(8, 4), torch.ones(8, 4)
+    with pytest.raises(UnresolvedItemError) as raised:
+        MergePlan([good, bad]).merge_into(inputs, level)
+    assert (raised.value.request_id, raised.value.item) == ("bad", 0)
+    assert inputs.eq(0).all()
+    assert level.eq(1).all()
+
+
+def test_unresolved_items_fall_back_to_the_text_embedding_by_option() -> None:
+    request = request_of([item(0, 2, "a"), item(3, 2, "b")])
+    inputs = torch.full((6, 4), -1.0)
+    MergePlan([lookup_of(request, (0, 6), {0: rows(2)})], skip_unresolved=True).merge_into(inputs)
+    assert inputs[:, 0].tolist() == [1, 5, -1, -1, -1, -1]
+
+
+@pytest.mark.parametrize("wrong", [rows(9), rows(11), rows(10, 5), rows(10, 8), rows(10).long(), torch.ones(40)])
+def test_one_bad_item_is_named_and_no_row_of_the_batch_is_touched(wrong: Tensor) -> None:
+    lookups = [
+        lookup_of(request_of([item(0, 2, "x"), item(2, 10)], name=name), (0, 12), {0: rows(2), 1: held})
+        for name, held in (("p", rows(10)), ("q", wrong), ("s", rows(10)))
+    ]
+    inputs = torch.zeros(36, 4)
+    with pytest.raises(EmbeddingError) as raised:
+        MergePlan(lookups).merge_into(inputs)
+    assert (raised.value.request_id, raised.value.item) == ("q", 1)
+    assert inputs.eq(0).all()
+    MergePlan([lookups[0], lookups[2]]).merge_into(inputs)  # the others go on
+    assert inputs.count_nonzero() == 2 * 12 * 4
+
+
+@pytest.mark.parametrize(
+    ("inputs", "levels"),
+    [
+        (torch.zeros(5, 4), []),  # too short
+        (torch.zeros(2, 6, 4), []),
+        (torch.zeros(6, 4, dtype=torch.int32), []),
+        (torch.zeros(6, 4), [torch.zeros(5, 4)]),
+        (torch.zeros(6, 4), [torch.zeros(6, 5)]),
+    ],
+)
+def test_destinations_that_do_not_fit(inputs: Tensor, levels: list[Tensor]) -> None:
+    plan = MergePlan([lookup_of(request_of([item(0, 2)]), (0, 6), {0: rows(2, 8) if levels else rows(2)})])
+    with pytest.raises(EmbeddingError):
+        plan.merge_into(inputs, *levels)
+    assert inputs.eq(0).all()
+
+
+def test_a_window_without_items_returns_its_argument() -> None:
+    inputs = torch.ones(1, 4)
+    assert MergePlan([lookup_of(request_of([item(0, 2)]), (39, 40), {})]).merge_into(inputs) is inputs
+    assert MergePlan([]).merge_into(inputs) is inputs
+    batched = torch.zeros(1, 4, 4)
+    MergePlan([lookup_of(request_of([item(0, 2)]), (0, 4), {0: rows(2)})]).merge_into(batched)
+    assert batched[0, :2].equal(rows(2))
+
+
+def test_a_draft_model_reads_ahead() -> None:
+    request = request_of([item(2, 3, "a"), item(8, 4, "b")], 14)
+    held = {0: rows(3), 1: rows(4, start=101)}
+    inputs = torch.full((8, 4), -1.0)
+    MergePlan([lookup_of(request, (0, 8), held, lookahead=1)], shift=1).merge_into(inputs)
+    assert inputs[:, 0].tolist() == [-1, 1, 5, 9, -1, -1, -1, 101]
+    del held[1]  # the item behind the window is not encoded yet
+    ahead = lookup_of(request, (0, 8), held)
+    with pytest.raises(UnresolvedItemError) as raised:
+        MergePlan([ahead], shift=1).merge_into(torch.zeros(8, 4))
+    assert raised.value.item == 1
+    inputs.fill_(-1.0)
+    MergePlan([ahead], shift=1, skip_unresolved=True).merge_into(inputs)
+    assert inputs[:, 0].tolist() == [-1, 1, 5, 9, -1, -1, -1, -1]
+    end = torch.full((2, 4), -1.0)
+    MergePlan([lookup_of(request, (12, 14), held)], shift=3).merge_into(end)
+    assert end.eq(-1).all()
+
+
+@pytest.mark.parametrize("shift", [-1, 1.0, True])
+def test_a_shift_is_a_count(shift: Any) -> None:
+    with pytest.raises(WindowError):
+        MergePlan([], shift=shift)
+
+
+@pytest.mark.parametrize("is_embed", [None, [True, False] * 6])
+def test_ids_outside_the_vocabulary_become_harmless(is_embed: list[bool] | None) -> None:
+    request = request_of([item(4, 12, is_embed=is_embed)])
+    plan = MergePlan([lookup_of(request, (0, 20), {})])
+    ids = torch.where(torch.nn.functional.pad(plan.is_multimodal, (0, 2)), 151655, torch.arange(22))
+    safe = plan.safe_token_ids(ids, 3)
+    assert safe[plan.is_multimodal.nonzero()[:, 0]].eq(3).all()
+    assert torch.equal(safe[:4], ids[:4])
+    assert torch.equal(safe[16:], ids[16:])
+    assert ids.max() == 151655
+    with SimulatedDevice("cuda:0") as sim:
+        on_device = plan.safe_token_ids(sim.to_device(ids), 3)
+        assert not [move for move in sim.moves if move.blocks]
+        assert sim.host_reads == sim.mixes == []
+        assert torch.equal(on_device.cpu(), safe)
+    with pytest.raises(EmbeddingError):
+        plan.safe_token_ids(ids[:19])
+
+
+@pytest.mark.parametrize("is_embed", [None, ([True] * 3 + [False]) * 5])
+@pytest.mark.parametrize("rows_on", ["host", "device"])
+def test_a_plan_on_a_device_sends_indices_once_and_waits_for_nothing(is_embed: list[bool] | None, rows_on: str) -> None:
+    request = request_of([item(2, 20, is_embed=is_embed)])
+    wide = torch.randn(request.items[0].placeholder.num_embeds, 12)
+    expected = [torch.zeros(30, 4) for _ in range(3)]
+    MergePlan([lookup_of(request, (0, 30), {0: wide})]).merge_into(*expected)
+    with SimulatedDevice("cuda:0") as sim:
+        held = sim.to_device(wide) if rows_on == "device" else wide
+        plan = MergePlan([lookup_of(request, (0, 30), {0: held})])
+        for step in range(2):
+            targets = [sim.to_device(torch.zeros(30, 4)) for _ in range(3)]
+            plan.merge_into(*targets)
+            assert sim.host_reads == sim.mixes == []
+            assert not [move for move in sim.moves if move.blocks]
+            indices = [move for move in sim.moves if move.nbytes == 8 * len(wide)]
+            assert len(indices) == (1 if is_embed and not step else 0)
+            sim.clear()
+            for target, right in zip(targets, expected):
+                assert torch.equal(target.cpu(), right)
+            sim.clear()
