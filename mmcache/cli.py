@@ -36,7 +36,7 @@ def _parser(wanted: str | None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 2 where the input was at fault, with one line on standard error."""
+    """Run the command line; returns the exit status: 2 and one line on standard error where the input was at fault."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
     parsed = _parser(wanted).parse_args(arguments)

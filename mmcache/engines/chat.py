@@ -118,7 +118,8 @@ def decode_audio(data: bytes, source: str = "audio") -> tuple[np.ndarray[Any, np
         )
     if announced == 0:
         raise MediaError(f"{source} holds no samples")
-    samples = np.frombuffer(raw, dtype={1: np.uint8, 2: "<i2", 4: "<i4"}[width]).astype(np.float64)
+    kinds: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<i2"), 4: np.dtype("<i4")}
+    samples = np.frombuffer(raw, dtype=kinds[width]).astype(np.float64)
     samples = (samples - 128.0) / 128.0 if width == 1 else samples / float(1 << (8 * width - 1))
     return samples.reshape(-1, channels).mean(axis=1).astype(np.float32), rate
 

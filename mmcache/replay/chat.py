@@ -1,8 +1,8 @@
 """Chat traces: one request a line, in the OpenAI chat-messages format, with the whole history every time.
 
-A line is a JSON object with `messages`, and optionally `conversation` (a name) and `timestamp` (seconds). Content is text
-or a list of parts: `text`, `image_url` (a base64 data URI, or a path relative to the trace) and `input_audio` (base64
-WAV). Nothing is ever downloaded. Other fields are ignored.
+A line is a JSON object with `messages`, and optionally `conversation` (a name) and `timestamp` (seconds). Content is
+text or a list of parts: `text`, `image_url` (a base64 data URI, or a path relative to the trace) and `input_audio`
+(base64 WAV). Nothing is ever downloaded. Other fields are ignored.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def read_chat(path: str | Path) -> Iterator[ChatTurn]:
             # A gzip file says so in its first two bytes, whatever its name.
             packed = raw.read(2) == b"\x1f\x8b"
             raw.seek(0)
-            lines = gzip.open(raw) if packed else raw
+            lines = gzip.GzipFile(fileobj=raw) if packed else raw
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield _turn(line, _Line(path, number))

@@ -11,7 +11,7 @@ from mmcache.errors import MediaError, TraceError
 from mmcache.replay.chat import ChatTurn
 
 if TYPE_CHECKING:
-    from mmcache.engines.transformers import Adapter, Generation, TurnAccount
+    from mmcache.engines.transformers import Generation, TurnAccount
 
 __all__ = ["LOGIT_TOLERANCE", "LiveReplay", "Measures", "TurnResult", "replay_live"]
 
@@ -111,7 +111,7 @@ class LiveReplay:
 
     @property
     def equal(self) -> bool | None:
-        """Whether both runs generated the same tokens with logits within `LOGIT_TOLERANCE`; None without a cached run."""
+        """Whether both runs generated the same tokens, logits within `LOGIT_TOLERANCE`; None without a cached run."""
         difference = self.logit_difference
         if difference is None:
             return None

@@ -37,7 +37,8 @@ def print_replay(result: LiveReplay, console: Console) -> None:
         same = "the same tokens" if all(turn.same_tokens for turn in result.turns) else "DIFFERENT tokens"
         verdict = "equal" if result.equal else "NOT EQUAL"
         console.print(
-            f"Both runs generated {same}; largest difference of logits {result.logit_difference:.1e} (float32): {verdict}."
+            f"Both runs generated {same}; largest difference of logits {result.logit_difference:.1e}"
+            f" (float32): {verdict}."
         )
 
 
@@ -89,12 +90,16 @@ def _totals_table(result: LiveReplay) -> Table:
         ("prompt tokens", [f"{run.prompt_tokens:,}" for run in runs]),
         ("tokens from the prefix cache", [f"{run.prefix_tokens:,}" for run in runs]),
     ]
-    for name in ("covered", "stored", "in_flight", "missing"):
-        rows.append((f"items {name.replace('_', ' ')}", [f"{run.items.get(name, 0):,}" for run in runs]))
+    rows += [
+        (f"items {name.replace('_', ' ')}", [f"{run.items.get(name, 0):,}" for run in runs])
+        for name in ("covered", "stored", "in_flight", "missing")
+    ]
     rows.append(("bytes transferred", [size_text(run.bytes["transferred"]) for run in runs]))
     rows.append(("bytes kept on the CPU", [size_text(run.bytes["kept_on_cpu"]) for run in runs]))
-    for name in ("covered", "stored", "in_flight", "later"):
-        rows.append((f"bytes skipped: {name.replace('_', ' ')}", [size_text(run.bytes.get(name, 0)) for run in runs]))
+    rows += [
+        (f"bytes skipped: {name.replace('_', ' ')}", [size_text(run.bytes.get(name, 0)) for run in runs])
+        for name in ("covered", "stored", "in_flight", "later")
+    ]
     rows += [
         ("images preprocessed", [f"{run.preprocessed:,}" for run in runs]),
         ("encoder runs", [f"{run.encoder_runs:,}" for run in runs]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mmcache.cache import Lookup
 from mmcache.fields import value_bytes
+from mmcache.items import MultimodalRequest
 from mmcache.planning import FieldAction, ItemStatus
 
 __all__ = ["BYTE_REASONS", "TurnAccount"]
@@ -36,7 +37,7 @@ class TurnAccount:
         self.bytes = dict.fromkeys(BYTE_REASONS, 0)
         self._open = list(range(num_items))
 
-    def settle(self, lookup: Lookup) -> None:
+    def settle(self, request: MultimodalRequest, lookup: Lookup) -> None:
         """Count the items that are not `LATER` any more; called once a step, before anything is encoded."""
         if not self._open:
             return
@@ -49,6 +50,6 @@ class TurnAccount:
                 continue
             repeat = status is ItemStatus.MISSING and index not in missing
             self.items["stored" if repeat else status.value] += 1
-            for name, value in (lookup.request.items[index].fields or {}).items():
+            for name, value in (request.items[index].fields or {}).items():
                 self.bytes[_REASON[lookup.action(index, name)]] += value_bytes(value)
         self._open = later

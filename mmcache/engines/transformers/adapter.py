@@ -1,8 +1,8 @@
 """What the engine needs to know of a model family, beside the model itself.
 
-An adapter wraps one loaded model of transformers with its tokenizer and processor, and answers: which tokens stand for an
-item, which tensors the processor makes of it, which rows the encoder makes of those, and at which positions the tokens of
-a prompt lie. Everything else (what is cached, what moves, what is merged) is the same for every family.
+An adapter wraps one loaded model of transformers with its tokenizer and processor, and answers: which tokens stand for
+an item, which tensors the processor makes of it, which rows the encoder makes of those, and at which positions the
+tokens of a prompt lie. Everything else (what is cached, what moves, what is merged) is the same for every family.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ _NOT_SETTINGS = frozenset({"_name_or_path", "processor_class", "auto_map", "tran
 
 
 def special_token_ids() -> dict[str, int]:
-    """The special tokens of the tiny models' tokenizer and their ids; 64 of them, so that a byte b is token 64 + its rank."""
+    """The 64 special tokens of the tiny models' tokenizer and their ids; the bytes follow behind them."""
     names = [*_SPECIAL_TOKENS, *(f"<unused_{index}>" for index in range(64 - len(_SPECIAL_TOKENS)))]
     return {name: index for index, name in enumerate(names)}
 
@@ -78,7 +78,9 @@ def _plain(value: object) -> object:
     if isinstance(value, int):
         # Enumerations of resampling filters equal their numbers.
         return int(value)
-    return _plain(dict(value)) if hasattr(value, "keys") else str(value)
+    # transformers' own size type: behaves like a mapping without being one.
+    keys = getattr(value, "keys", None)
+    return _plain({key: value[key] for key in keys()}) if keys is not None else str(value)  # type: ignore[index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +108,8 @@ class Adapter(ABC):
         revision: what tells its weights from others of the family; part of the cache's namespace.
     """
 
-    model_type: ClassVar[str]
-    modalities: ClassVar[frozenset[str]]
+    model_type: str
+    modalities: frozenset[str]
 
     def __init__(self, model: Any, tokenizer: Any, processor: Any) -> None:
         self.model = model

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from mmcache.cache import Lookup, MultimodalCache
+from mmcache.cache import CacheConfig, Lookup, MultimodalCache
 from mmcache.engines.chat import Media, Message, media_of
 from mmcache.engines.transformers.accounting import TurnAccount
 from mmcache.engines.transformers.adapter import Adapter
@@ -27,6 +28,7 @@ from mmcache.fields import ItemFields, split_fields
 from mmcache.hashing import ContentHasher
 from mmcache.items import MultimodalItem, MultimodalRequest
 from mmcache.merge import MergePlan
+from mmcache.namespaces import Namespace
 from mmcache.prefix import PrefixMatch
 from mmcache.transfer import encoder_inputs
 
@@ -53,7 +55,6 @@ class Running:
     computed: int = 0
     match: PrefixMatch | None = None
     layers: Layers = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
     positions: Tensor | None = None
 
     @property
@@ -109,7 +110,7 @@ class Engine:
         started = time.perf_counter()
         generation = Generation()
         media = media_of(messages)
-        prepared = [self._prepare(part, generation) for part in media]
+        prepared = [self._prepare(part, generation, cache_salt) for part in media]
         tokens, ranges = build_prompt(self.adapter, messages, [fields for _, fields in prepared])
         items = [
             MultimodalItem(part.modality, fields, placeholder, identifier)
@@ -121,9 +122,10 @@ class Engine:
 
     def identifier(self, media: Media) -> str:
         """Content digest of a medium: of its encoded bytes and of the settings it is processed with."""
-        return self.hasher.digest(media.modality, media, settings=self.adapter.settings)
+        digest: str = self.hasher.digest(media.modality, media, settings=self.adapter.settings)
+        return digest
 
-    def _prepare(self, media: Media, generation: Generation) -> tuple[str, ItemFields]:
+    def _prepare(self, media: Media, generation: Generation, salt: str | None) -> tuple[str, ItemFields]:
         self.adapter.check(media)
         identifier = self.identifier(media)
 
@@ -133,14 +135,15 @@ class Engine:
             (fields,) = split_fields(batch, self.adapter.configs(batch))[media.modality]
             return fields
 
-        return identifier, self.features.get_or_process(identifier, process)
+        # Requests of different salts share nothing, so that no tenant learns from the time what another has shown.
+        key = identifier if salt is None else self.hasher.digest(identifier, salt=salt)
+        return identifier, self.features.get_or_process(key, process)
 
     def start(self, running: Running) -> None:
         """Find the prefix of a request whose keys and values exist, once, before its first step."""
         running.match = self.kv.index.match(running.request)
         running.layers = self.kv.load(running.match)
         running.computed = running.match.num_tokens
-        running.blocks = list(running.match.block_ids[: running.computed // self.kv.block_size])
         running.account.prefix_tokens = running.computed
 
     @torch.no_grad()
@@ -148,7 +151,8 @@ class Engine:
         """Run one forward pass: a window of at most `chunk` tokens of every request of the batch.
 
         Raises:
-            Exception: whatever the encoder or the model raised; nothing stays reserved, and requests can be stepped again.
+            Exception: whatever the encoder or the model raised; nothing stays reserved, and the requests can be
+                stepped again.
         """
         for running in batch:
             if running.match is None:
@@ -160,13 +164,14 @@ class Engine:
                     running.request, num_computed_tokens=running.computed, num_scheduled_tokens=chunk
                 )
                 lookups.append(lookup)
-                running.account.settle(lookup)
+                running.account.settle(running.request, lookup)
             self._encode(batch, lookups)
             last_hidden = self._forward(batch, lookups)
             for running, lookup in zip(batch, lookups):
                 running.computed = lookup.window[1]
                 self.cache.commit(running.request, running.computed)
-                running.blocks = self.kv.save(running.request, running.computed, running.layers, running.blocks)
+                if running.match is not None:
+                    running.match = self.kv.save(running.request, running.computed, running.layers, running.match)
         finally:
             for lookup in lookups:
                 lookup.release()
@@ -177,7 +182,7 @@ class Engine:
     def _encode(self, batch: Sequence[Running], lookups: Sequence[Lookup]) -> None:
         owner = {id(lookup): running for running, lookup in zip(batch, lookups)}
         for group in encoder_inputs(lookups, self.adapter.device):
-            counts = [lookup.request.items[index].placeholder.num_embeds for lookup, index in group.items]
+            counts = [owner[id(lookup)].request.items[index].placeholder.num_embeds for lookup, index in group.items]
             rows = self.adapter.encode(group.modality, group.kwargs, counts)
             for (lookup, index), item_rows in zip(group.items, rows):
                 self.cache.insert(lookup, {index: item_rows})
@@ -193,27 +198,25 @@ class Engine:
         pasts = [start for start, _ in windows]
         widths = [end - start for start, end in windows]
         past, width = max(pasts), max(widths)
-        ids = torch.zeros(len(batch), width, dtype=torch.long)
-        positions = []
-        for row, (running, lookup, (start, end)) in enumerate(zip(batch, lookups, windows)):
-            ids[row, : end - start] = torch.from_numpy(running.request.token_ids[start:end].astype("int64"))
-            positions.append(self._positions(running, lookup, start, start + width))
-        embeds = self.adapter.embed(ids.to(device))
-        flat = embeds.reshape(-1, embeds.shape[-1])
-        levels = [torch.zeros_like(flat) for _ in range(self.adapter.levels - 1)]
-        for row, lookup in enumerate(lookups):
-            rows = slice(row * width, row * width + widths[row])
-            MergePlan([lookup]).merge_into(flat[rows], *(level[rows] for level in levels))
+        tokens = [running.request.token_ids[start:end] for running, (start, end) in zip(batch, windows)]
+        embeds = self.adapter.embed(torch.from_numpy(np.concatenate(tokens).astype(np.int64)).to(device))
+        levels = [torch.zeros_like(embeds) for _ in range(self.adapter.levels - 1)]
+        MergePlan(lookups).merge_into(embeds, *levels)
+        positions = torch.stack(
+            [
+                self._positions(running, lookup, start, start + width)
+                for running, lookup, (start, _) in zip(batch, lookups, windows)
+            ],
+            dim=1,
+        )
         mask = None
         if len(batch) > 1:
             mask = torch.zeros(len(batch), past + width, dtype=torch.long, device=device)
             for row in range(len(batch)):
                 mask[row, past - pasts[row] : past + widths[row]] = 1
         cache = self._past(batch, past)
-        shaped = [level.reshape(embeds.shape) for level in levels]
-        hidden = self.adapter.decode(
-            flat.reshape(embeds.shape), torch.stack(positions, dim=1).to(device), cache, mask, shaped
-        )
+        padded = [_in_rows(flat, widths) for flat in (embeds, *levels)]
+        hidden = self.adapter.decode(padded[0], positions.to(device), cache, mask, padded[1:])
         for row, running in enumerate(batch):
             kept = slice(past - pasts[row], past + widths[row])
             running.layers = [(layer.keys[row, :, kept], layer.values[row, :, kept]) for layer in cache.layers]
@@ -270,6 +273,16 @@ class Engine:
         finally:
             for running in batch:
                 self.finish(running)
+
+
+def _in_rows(flat: Tensor, widths: Sequence[int]) -> Tensor:
+    """Windows that lie behind each other, `[sum(widths), H]`, one in each row and padded on the right: `[B, W, H]`."""
+    if len(widths) == 1:
+        return flat[None]
+    rows = flat.new_zeros(len(widths), max(widths), flat.shape[-1])
+    for row, part in enumerate(torch.split(flat, list(widths))):
+        rows[row, : len(part)] = part
+    return rows
 
 
 def default_engine(

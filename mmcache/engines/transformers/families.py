@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ class QwenVL(Adapter):
         self.levels = 1 + len(getattr(vision, "deepstack_visual_indexes", ()) or ())
 
     def process(self, media: Sequence[Media]) -> dict[str, Any]:
+        """Decode and preprocess; see `Adapter.process`."""
         photos = [part for part in media if isinstance(part, Photo)]
         clips = [part for part in media if isinstance(part, Frames)]
         for part in media:
@@ -68,6 +69,7 @@ class QwenVL(Adapter):
         return patches.contiguous(), torch.tensor([steps, height, width])
 
     def item_tokens(self, fields: ItemFields) -> ItemTokens:
+        """The tokens of one item; see `Adapter.item_tokens`."""
         kind = "image" if "image_grid_thw" in fields else "video"
         grid = fields[f"{kind}_grid_thw"]
         assert isinstance(grid, Tensor)
@@ -77,6 +79,7 @@ class QwenVL(Adapter):
         )
 
     def encode(self, modality: str, kwargs: Mapping[str, Any], counts: Sequence[int]) -> list[Tensor]:
+        """Run the encoder; see `Adapter.encode`."""
         if modality == "image":
             output = self.model.get_image_features(kwargs["pixel_values"], kwargs["image_grid_thw"])
         else:
@@ -87,6 +90,7 @@ class QwenVL(Adapter):
         return rows
 
     def positions(self, token_ids: Tensor, items: Sequence[MultimodalItem], metadata: Metadata) -> Tensor:
+        """M-RoPE positions `[3, len(token_ids)]`, from the grids of all items."""
         kinds = torch.zeros_like(token_ids, dtype=torch.int32)
         for item in items:
             start = item.placeholder.offset
@@ -102,9 +106,11 @@ class QwenVL(Adapter):
         return axes
 
     def stock_inputs(self, batch: Mapping[str, Any], token_ids: Tensor, kinds: Tensor) -> dict[str, Any]:
+        """Arguments of the plain forward pass; see `Adapter.stock_inputs`."""
         return {"input_ids": token_ids, "mm_token_type_ids": kinds, **batch}
 
     def level_arguments(self, levels: Sequence[Tensor]) -> dict[str, Any]:
+        """DeepStack levels as the text model takes them."""
         if not levels:
             return {}
         # Levels are zero where no row is, so they are added everywhere and no mask has to be read on the device.
@@ -119,24 +125,27 @@ class QwenVL(Adapter):
 class Llava(Adapter):
     """LLaVA: batched images of one size, as many rows each."""
 
-    model_type: ClassVar[str] = "llava"
-    modalities: ClassVar[frozenset[str]] = frozenset({"image"})
+    model_type = "llava"
+    modalities = frozenset({"image"})
 
     def process(self, media: Sequence[Media]) -> dict[str, Any]:
+        """Decode and preprocess; see `Adapter.process`."""
         images = [decode_image(photo.data, photo.source) for photo in _only(self, media, Photo)]
         return dict(self.processor(images=images, return_tensors="pt"))
 
     def item_tokens(self, fields: ItemFields) -> ItemTokens:
+        """The tokens of one item; see `Adapter.item_tokens`."""
         return ItemTokens([self.token("<image>")] * int(self.model.config.image_seq_length))
 
     def encode(self, modality: str, kwargs: Mapping[str, Any], counts: Sequence[int]) -> list[Tensor]:
+        """Run the encoder; see `Adapter.encode`."""
         return list(self.model.get_image_features(kwargs["pixel_values"]).pooler_output)
 
 
 class Idefics3(Adapter):
     """Idefics3 and SmolVLM: an image is cut into tiles; row, column and separator tokens stand between their rows."""
 
-    modalities: ClassVar[frozenset[str]] = frozenset({"image"})
+    modalities = frozenset({"image"})
 
     def __init__(self, model: Any, tokenizer: Any, processor: Any) -> None:
         super().__init__(model, tokenizer, processor)
@@ -145,6 +154,7 @@ class Idefics3(Adapter):
         self.rows_per_tile = (vision.image_size // vision.patch_size) ** 2 // model.config.scale_factor**2
 
     def process(self, media: Sequence[Media]) -> dict[str, Any]:
+        """Decode and preprocess; see `Adapter.process`."""
         images = [decode_image(photo.data, photo.source) for photo in _only(self, media, Photo)]
         made = self.processor(images=[images], return_row_col_info=True, return_tensors="pt")
         rows, columns = torch.tensor(made["rows"][0]), torch.tensor(made["cols"][0])
@@ -158,12 +168,14 @@ class Idefics3(Adapter):
         }
 
     def configs(self, batch: Mapping[str, Any]) -> dict[str, FieldConfig]:
+        """The family's configs, and those of the tile counts."""
         known = super().configs({name: batch[name] for name in batch if name not in ("rows", "cols")})
         # How the tiles lie decides which tokens stand between them: this engine's own metadata.
         own = {name: FieldConfig.batched("image", keep_on_cpu=True) for name in ("rows", "cols")}
         return {**known, **own}
 
     def item_tokens(self, fields: ItemFields) -> ItemTokens:
+        """The tokens of one item; see `Adapter.item_tokens`."""
         (rows, columns) = (int(fields[name]) for name in ("rows", "cols"))  # type: ignore[arg-type]
         newline = self.text_ids("\n")
         image, fake = [self.token("<image>")] * self.rows_per_tile, self.token("<fake_token_around_image>")
@@ -176,11 +188,13 @@ class Idefics3(Adapter):
         return ItemTokens(body, torch.tensor(body) == image[0])
 
     def encode(self, modality: str, kwargs: Mapping[str, Any], counts: Sequence[int]) -> list[Tensor]:
+        """Run the encoder; see `Adapter.encode`."""
         output = self.model.get_image_features(kwargs["pixel_values"][None], kwargs["pixel_attention_mask"][None])
         (rows,) = output.pooler_output
         return list(rows.split(list(counts)))
 
     def stock_inputs(self, batch: Mapping[str, Any], token_ids: Tensor, kinds: Tensor) -> dict[str, Any]:
+        """Arguments of the plain forward pass; see `Adapter.stock_inputs`."""
         pixels = {name: batch[name][None] for name in ("pixel_values", "pixel_attention_mask") if name in batch}
         return {"input_ids": token_ids, **pixels}
 
@@ -188,10 +202,11 @@ class Idefics3(Adapter):
 class Qwen2Audio(Adapter):
     """Qwen2-Audio: log-mel spectra padded to one length, with a mask that says how much of each is sound."""
 
-    model_type: ClassVar[str] = "qwen2_audio"
-    modalities: ClassVar[frozenset[str]] = frozenset({"audio"})
+    model_type = "qwen2_audio"
+    modalities = frozenset({"audio"})
 
     def process(self, media: Sequence[Media]) -> dict[str, Any]:
+        """Decode and preprocess; see `Adapter.process`."""
         waves = []
         rate = int(self.processor.sampling_rate)
         for part in _only(self, media, Audio):
@@ -215,11 +230,13 @@ class Qwen2Audio(Adapter):
         }
 
     def item_tokens(self, fields: ItemFields) -> ItemTokens:
+        """The tokens of one item; see `Adapter.item_tokens`."""
         count = int(fields["audio_num_tokens"])  # type: ignore[arg-type]
         body = [self.token("<audio>")] * count
         return ItemTokens(body, None, (self.token("<audio_bos>"),), (self.token("<audio_eos>"),))
 
     def encode(self, modality: str, kwargs: Mapping[str, Any], counts: Sequence[int]) -> list[Tensor]:
+        """Run the encoder; see `Adapter.encode`."""
         from transformers.masking_utils import create_bidirectional_mask
 
         model = self.model.model
@@ -236,6 +253,7 @@ class Qwen2Audio(Adapter):
         return [clip[:count] for clip, count in zip(rows, counts)]
 
     def stock_inputs(self, batch: Mapping[str, Any], token_ids: Tensor, kinds: Tensor) -> dict[str, Any]:
+        """Arguments of the plain forward pass; see `Adapter.stock_inputs`."""
         sound = {name: batch[name] for name in ("input_features", "feature_attention_mask") if name in batch}
         return {"input_ids": token_ids, "attention_mask": torch.ones_like(token_ids), **sound}
 

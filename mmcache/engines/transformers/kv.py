@@ -57,25 +57,29 @@ class KVBlocks:
             for layer in range(len(blocks[0]))
         ]
 
-    def save(self, request: MultimodalRequest, num_tokens: int, layers: Layers, known: Sequence[int]) -> list[int]:
+    def save(self, request: MultimodalRequest, num_tokens: int, layers: Layers, match: PrefixMatch) -> PrefixMatch:
         """Keep the whole blocks of the first `num_tokens` tokens of a request.
 
         Args:
             request: the request.
             num_tokens: tokens whose keys and values exist.
             layers: keys and values of those tokens.
-            known: ids of the blocks at the start that are held already.
+            match: of this request; released.
 
         Returns:
-            The ids of all whole blocks, for the next call.
+            The match of the request as it stands now, which pins its blocks.
         """
-        size = self.block_size
-        ids = list(known[: num_tokens // size])
-        for block in range(len(ids), num_tokens // size):
+        size, whole = self.block_size, num_tokens // self.block_size
+        ids = match.block_ids[: match.num_tokens // size]
+        fresh = range(len(ids), whole)
+        for block in fresh:
             tokens = slice(block * size, (block + 1) * size)
-            block_id = next(self._ids)
+            ids.append(next(self._ids))
             # Copies: a slice would keep the whole sequence's storage alive.
-            self._blocks[block_id] = [(keys[:, tokens].clone(), values[:, tokens].clone()) for keys, values in layers]
-            ids.append(block_id)
-        self.index.insert(request, num_tokens, ids)
-        return ids
+            self._blocks[ids[-1]] = [(keys[:, tokens].clone(), values[:, tokens].clone()) for keys, values in layers]
+        taken = self.index.insert(request, num_tokens, ids)
+        # Another request may have brought the same blocks meanwhile, or there was no room.
+        self._drop([ids[block] for block in fresh if block not in taken])
+        renewed = self.index.match(request)
+        match.release()
+        return renewed

@@ -1,8 +1,8 @@
 """The same chat without a cache: the model's own forward pass, everything preprocessed, moved and encoded each time.
 
-This is what the cached run is compared with, so it shares as little with it as possible: the processor sees all media of
-a prompt at once, and merging, positions and masks are left to transformers. `chunk` cuts the prefill instead and shows
-how much of a difference is mere rounding: the noise floor.
+This is what the cached run is compared with, so it shares as little with it as possible: the processor sees all media
+of a prompt at once, and merging, positions and masks are left to transformers. `chunk` cuts the prefill instead and
+shows how much of a difference is mere rounding: the noise floor.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _prefill_in_chunks(
         for index, item_rows in zip(own, rows):
             mask = ranges[index].is_embed
             where = torch.arange(ranges[index].length)[mask if mask is not None else slice(None)] + ranges[index].offset
-            for target, part in zip([embeds, *levels], item_rows.split(adapter.hidden_size, dim=-1)):
+            for target, part in zip([embeds, *levels], torch.split(item_rows, adapter.hidden_size, dim=-1)):
                 target[0, where] = part.to(target.dtype)
     positions = _positions(adapter, ids, media, fields, ranges).to(adapter.device)
     past = DynamicCache(config=adapter.model.config)

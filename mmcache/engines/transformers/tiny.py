@@ -1,8 +1,8 @@
 """Tiny real models with seeded random weights, so that a chat runs on a laptop without downloading anything.
 
-The classes, forward passes and image processors are those of transformers; only sizes are small and weights random. With
-the usual initialisation attention is nearly uniform and a wrong position or a swapped picture does not change the answer;
-matrices are therefore drawn again with a standard deviation of 0.15, after which such mistakes show at once.
+The classes, forward passes and image processors are those of transformers; only sizes are small and weights random.
+With the usual initialisation attention is nearly uniform and a wrong position or a swapped picture does not change the
+answer; matrices are therefore drawn again with a standard deviation of 0.15, after which such mistakes show at once.
 """
 
 from __future__ import annotations
@@ -48,11 +48,6 @@ def tiny_adapter(family: str, *, seed: int = 0, small_images: bool = False) -> A
     """
     if family not in FAMILIES:
         raise ConfigError("unknown model family", found=repr(family), expected=f"one of {', '.join(FAMILIES)}")
-    try:
-        import PIL  # noqa: F401
-        import transformers  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("this engine needs transformers and Pillow: pip install mmcache[transformers]") from error
     adapter = FAMILIES[family](small_images)
     _redraw(adapter.model, seed)
     adapter.revision = f"random weights, seed {seed}, torch {torch.__version__}"
@@ -69,10 +64,18 @@ def _redraw(model: torch.nn.Module, seed: int) -> None:
     model.eval()
 
 
+def _transformers() -> Any:
+    try:
+        import PIL  # noqa: F401
+        import transformers
+    except ImportError as error:
+        raise ConfigError("this engine needs transformers and Pillow: pip install mmcache[transformers]") from error
+    return transformers
+
+
 def _tokenizer() -> Any:
     """A byte-level tokenizer: the special tokens first, then one token a byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     specials = special_token_ids()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -82,19 +85,17 @@ def _tokenizer() -> Any:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     # What a user types never becomes a special token, however it is spelled.
-    return PreTrainedTokenizerFast(
+    return _transformers().PreTrainedTokenizerFast(
         tokenizer_object=backend, additional_special_tokens=list(specials), split_special_tokens=True
     )
 
 
 def _qwen2_5_vl(small_images: bool) -> Adapter:
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
+    hf = _transformers()
     ids = special_token_ids()
     text = {**_TEXT, "use_sliding_window": False, "rope_parameters": _mrope()}
     text.pop("head_dim")
-    config = Qwen2_5_VLConfig(
+    config = hf.Qwen2_5_VLConfig(
         text_config=text,
         vision_config={
             "depth": 2,
@@ -110,15 +111,13 @@ def _qwen2_5_vl(small_images: bool) -> Adapter:
         vision_end_token_id=ids["<vision_end>"],
     )
     size = {"shortest_edge": 56 * 56, "longest_edge": (84 * 112 if small_images else 28 * 28 * 1280)}
-    return QwenVL(Qwen2_5_VLForConditionalGeneration(config), _tokenizer(), Qwen2VLImageProcessorPil(size=size))
+    return QwenVL(hf.Qwen2_5_VLForConditionalGeneration(config), _tokenizer(), hf.Qwen2VLImageProcessorPil(size=size))
 
 
 def _qwen3_vl(small_images: bool) -> Adapter:
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
+    hf = _transformers()
     ids = special_token_ids()
-    config = Qwen3VLConfig(
+    config = hf.Qwen3VLConfig(
         text_config={**_TEXT, "num_hidden_layers": 3, "rope_parameters": {**_mrope(), "mrope_interleaved": True}},
         vision_config={
             "depth": 3,
@@ -135,10 +134,10 @@ def _qwen3_vl(small_images: bool) -> Adapter:
         vision_end_token_id=ids["<vision_end>"],
     )
     size = {"shortest_edge": 64 * 64, "longest_edge": (96 * 128 if small_images else 1 << 20)}
-    processor = Qwen2VLImageProcessorPil(
+    processor = hf.Qwen2VLImageProcessorPil(
         size=size, patch_size=16, image_mean=[0.5, 0.5, 0.5], image_std=[0.5, 0.5, 0.5]
     )
-    return QwenVL(Qwen3VLForConditionalGeneration(config), _tokenizer(), processor)
+    return QwenVL(hf.Qwen3VLForConditionalGeneration(config), _tokenizer(), processor)
 
 
 def _mrope() -> dict[str, Any]:
@@ -146,11 +145,9 @@ def _mrope() -> dict[str, Any]:
 
 
 def _llava(small_images: bool) -> Adapter:
-    from transformers import LlavaConfig, LlavaForConditionalGeneration
-    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-
+    hf = _transformers()
     edge = 56 if small_images else 336
-    config = LlavaConfig(
+    config = hf.LlavaConfig(
         text_config={**_TEXT, "model_type": "llama"},
         vision_config={
             "model_type": "clip_vision_model",
@@ -164,16 +161,14 @@ def _llava(small_images: bool) -> Adapter:
         image_token_index=special_token_ids()["<image>"],
         image_seq_length=(edge // 14) ** 2,
     )
-    processor = CLIPImageProcessorPil(size={"shortest_edge": edge}, crop_size={"height": edge, "width": edge})
-    return Llava(LlavaForConditionalGeneration(config), _tokenizer(), processor)
+    processor = hf.CLIPImageProcessorPil(size={"shortest_edge": edge}, crop_size={"height": edge, "width": edge})
+    return Llava(hf.LlavaForConditionalGeneration(config), _tokenizer(), processor)
 
 
 def _idefics3(small_images: bool) -> Adapter:
-    from transformers import Idefics3Config, Idefics3ForConditionalGeneration
-    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
-
+    hf = _transformers()
     edge, patch, longest = (64, 8, 128) if small_images else (384, 16, 768)
-    config = Idefics3Config(
+    config = hf.Idefics3Config(
         text_config={**_TEXT, "model_type": "llama"},
         vision_config={
             "hidden_size": 64,
@@ -187,15 +182,15 @@ def _idefics3(small_images: bool) -> Adapter:
         image_token_id=special_token_ids()["<image>"],
         pad_token_id=0,
     )
-    processor = Idefics3ImageProcessorPil(size={"longest_edge": longest}, max_image_size={"longest_edge": edge})
-    return Idefics3(Idefics3ForConditionalGeneration(config), _tokenizer(), processor)
+    processor = hf.Idefics3ImageProcessorPil(size={"longest_edge": longest}, max_image_size={"longest_edge": edge})
+    return Idefics3(hf.Idefics3ForConditionalGeneration(config), _tokenizer(), processor)
 
 
 def _qwen2_audio(small_images: bool) -> Adapter:
-    from transformers import Qwen2AudioConfig, Qwen2AudioForConditionalGeneration, WhisperFeatureExtractor
+    hf = _transformers()
 
     seconds = 2 if small_images else 30
-    config = Qwen2AudioConfig(
+    config = hf.Qwen2AudioConfig(
         text_config={**_TEXT, "model_type": "qwen2", "use_sliding_window": False},
         audio_config={
             "model_type": "qwen2_audio_encoder",
@@ -208,8 +203,8 @@ def _qwen2_audio(small_images: bool) -> Adapter:
         },
         audio_token_index=special_token_ids()["<audio>"],
     )
-    extractor = WhisperFeatureExtractor(feature_size=32, chunk_length=seconds)
-    return Qwen2Audio(Qwen2AudioForConditionalGeneration(config), _tokenizer(), extractor)
+    extractor = hf.WhisperFeatureExtractor(feature_size=32, chunk_length=seconds)
+    return Qwen2Audio(hf.Qwen2AudioForConditionalGeneration(config), _tokenizer(), extractor)
 
 
 FAMILIES: dict[str, Callable[[bool], Adapter]] = {
