@@ -1,0 +1,369 @@
+"""Payload in shared memory: written once, by content, and mapped by every worker of the host.
+
+The owner alone decides. A region is written before anything names it, is never written again while it is referenced,
+and carries a serial number in front of its bytes, by which a reader tells it from what lay there before or after.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmcache.errors import ArenaFullError, ConfigError, ReleasedError
+from mmcache.fields import FieldValue
+from mmcache.ipc.extents import Extents
+from mmcache.ipc.reader import GUARD, bytes_at
+from mmcache.ipc.segment import DEFAULT_DIRECTORY, Segment, remove_abandoned
+from mmcache.ipc.values import ALIGNMENT, Leaf, aligned, flatten, same_bytes, write_tensor
+
+__all__ = ["Arena", "ArenaStats", "Region", "StoredField"]
+
+
+StoredField = tuple[str, tuple[int, ...], tuple[Leaf, ...]]
+"""(name, nest, leaves) of one field of a region; see `mmcache.ipc.values`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaStats:
+    """Counters of an arena, all in bytes but the last four.
+
+    Attributes:
+        capacity, used, referenced: of the arena; `used` includes what is kept in case it is needed again.
+        written: all that was ever copied into it.
+        regions, writes, reuses, evictions: regions now; contents written, found there, and given up to make room.
+    """
+
+    capacity: int
+    used: int
+    referenced: int
+    written: int
+    regions: int
+    writes: int
+    reuses: int
+    evictions: int
+
+
+class Region:
+    """A piece of the arena. Hold it as long as anybody may read it.
+
+    Attributes:
+        offset: of the first byte behind the guard, in the arena.
+        nbytes: bytes of content.
+        serial: number of the write, never used twice in an arena.
+        fields: what lies in it.
+        rows, modality: of the item whose payload it is.
+    """
+
+    __slots__ = ("fields", "key", "modality", "nbytes", "offset", "refs", "rows", "serial", "sources")
+
+    def __init__(self, offset: int, nbytes: int, serial: int) -> None:
+        self.offset = offset
+        self.nbytes = nbytes
+        self.serial = serial
+        self.refs = 1
+        self.key: Hashable = None
+        self.fields: tuple[StoredField, ...] = ()
+        self.rows = 0
+        self.modality = ""
+        self.sources: tuple[tuple[weakref.ref[Tensor], int], ...] = ()
+
+
+class Arena:
+    """A byte budget of shared memory that this process owns and any process of the host can read.
+
+    Content is found again by key, and kept after its last reference is gone until room is needed (the least recently
+    used goes first). Thread-safe; no lock is held over a copy.
+
+    Attributes:
+        path: the file; `ArenaReader` attaches by it.
+        capacity_bytes: the budget.
+    """
+
+    def __init__(self, capacity_bytes: int, *, directory: str | os.PathLike[str] = DEFAULT_DIRECTORY) -> None:
+        """Reserve the budget; arenas in the same directory whose owner was killed are removed first.
+
+        Args:
+            capacity_bytes: bytes, all reserved now.
+            directory: a tmpfs (or hugetlbfs) that the workers see under the same path.
+
+        Raises:
+            ConfigError: the budget is no positive integer, or the directory cannot hold it.
+            ArenaFullError: the file system has no room for the budget.
+        """
+        if type(capacity_bytes) is not int or capacity_bytes <= 0:
+            raise ConfigError("an arena's budget is a positive integer, in bytes", found=repr(capacity_bytes))
+        remove_abandoned(directory)
+        capacity = aligned(capacity_bytes)
+        self._segment = Segment(capacity, directory)
+        self.path = self._segment.path
+        self.capacity_bytes = capacity
+        self._address = self._segment.address
+        self._block = torch.from_numpy(bytes_at(self._address, capacity))
+        self._lock = threading.Lock()
+        self._room = Extents(capacity)
+        self._index: dict[Hashable, Region] = {}
+        self._idle: OrderedDict[Region, None] = OrderedDict()  # unreferenced, in the order of their last use
+        self._serial = 0
+        self._closed = False
+        self._used = self._referenced = self._written = 0
+        self._regions = self._writes = self._reuses = self._evictions = 0
+
+    def hold(self, key: Hashable, fields: Mapping[str, FieldValue], *, modality: str = "", rows: int = 0) -> Region:
+        """The content in the arena, written if it is not there, with one reference for the caller.
+
+        What lies under the key already is used if it has the same layout and the same bits; otherwise the content given
+        here replaces it for all who come later, and those who hold the old one keep it.
+
+        Args:
+            key: names the content, e.g. the tenant and the content digest.
+            fields: name to value; tensors of any stride, dtype and device.
+            modality, rows: of the item, for `find`.
+
+        Raises:
+            ArenaFullError: no room even when all that is unreferenced goes, or more than the whole budget (then nothing
+                goes).
+            FieldError: a value cannot travel.
+        """
+        stored: list[StoredField] = []
+        tensors: list[Tensor] = []
+        end = 0
+        for name, value in fields.items():
+            nest, leaves, parts, end = flatten(value, name, end)
+            stored.append((name, tuple(nest), tuple(leaves)))
+            tensors += parts
+        layout = tuple(stored)
+        sources = [leaf for value in fields.values() for leaf in _leaves_of(value)]
+        found = self._find_same(key, layout, sources, tensors, (modality, rows))
+        if found is not None:
+            return found
+        offsets = [offset for _, _, leaves in layout for _, _, offset in leaves]
+        region = self._write(end, zip(offsets, tensors))
+        region.fields, region.rows, region.modality = layout, rows, modality
+        region.sources = _identities(sources)
+        self._publish(key, region)
+        return region
+
+    def hold_bytes(self, parts: Sequence[bytes | memoryview]) -> Region:
+        """Bytes that nobody else will ask for (a message), with one reference for the caller.
+
+        Raises:
+            ArenaFullError: as `hold`.
+        """
+        end = sum(len(part) for part in parts)
+        region = self._allocate(end)
+        address = self._address + region.offset
+        for part in parts:
+            size = len(part)
+            ctypes.memmove(address, part if isinstance(part, bytes) else _address_of(part), size)
+            address += size
+        self._seal(region)
+        return region
+
+    def find(self, key: Hashable, *, modality: str, rows: int) -> Region | None:
+        """The content under a key, if it is there and of that kind and size, with one reference for the caller."""
+        with self._lock:
+            region = self._index.get(key)
+            if region is None or region.rows != rows or region.modality != modality:
+                return None
+            self._reuses += 1
+            self._retain(region)
+            return region
+
+    def retain(self, region: Region) -> None:
+        """One more reference to a region that the caller holds."""
+        with self._lock:
+            self._retain(region)
+
+    def release(self, region: Region) -> None:
+        """Give back one reference.
+
+        Raises:
+            ReleasedError: there are none; nothing changes.
+        """
+        with self._lock:
+            if region.refs <= 0:
+                raise ReleasedError("a region is given back as often as it was held", found=f"serial {region.serial}")
+            region.refs -= 1
+            if region.refs:
+                return
+            self._referenced -= _footprint(region.nbytes)
+            if self._index.get(region.key) is region:
+                self._idle[region] = None
+            else:
+                self._free(region)
+
+    def discard(self, key: Hashable) -> None:
+        """Let nobody find the content under a key any more; those who hold it keep it."""
+        with self._lock:
+            self._drop(key)
+
+    def clear(self) -> None:
+        """Discard all content."""
+        with self._lock:
+            for key in list(self._index):
+                self._drop(key)
+
+    def reader_lives(self, epoch: int) -> bool:
+        """Whether a process still has the arena attached under this epoch; a killed one has not."""
+        return self._segment.reader_lives(epoch)
+
+    def stats(self) -> ArenaStats:
+        """A consistent copy of the counters."""
+        with self._lock:
+            return ArenaStats(
+                capacity=self.capacity_bytes,
+                used=self._used,
+                referenced=self._referenced,
+                written=self._written,
+                regions=self._regions,
+                writes=self._writes,
+                reuses=self._reuses,
+                evictions=self._evictions,
+            )
+
+    def close(self) -> None:
+        """Remove the file; readers that are attached keep what they read. Idempotent, and done at exit."""
+        with self._lock:
+            self._closed = True
+        self._segment.close()
+
+    def _find_same(
+        self,
+        key: Hashable,
+        layout: tuple[StoredField, ...],
+        sources: Sequence[Tensor],
+        tensors: Sequence[Tensor],
+        kind: tuple[str, int],
+    ) -> Region | None:
+        with self._lock:
+            region = self._index.get(key)
+            if region is None or region.fields != layout or (region.modality, region.rows) != kind:
+                return None
+            self._retain(region)
+            if _are(region.sources, sources):
+                self._reuses += 1
+                return region
+        # Other tensors under a known digest: usually the same bits, made again. The digest is not taken at its word,
+        # since ids that clients give may be wrong, and comparing costs less than writing.
+        offsets = [offset for _, _, leaves in layout for _, _, offset in leaves]
+        address = self._address + region.offset
+        if all(same_bytes(address, offset, tensor) for offset, tensor in zip(offsets, tensors)):
+            with self._lock:
+                self._reuses += 1
+                region.sources = _identities(sources)
+            return region
+        self.release(region)
+        return None
+
+    def _write(self, end: int, parts: Iterable[tuple[int, Tensor]]) -> Region:
+        region = self._allocate(end)
+        try:
+            block = self._block[region.offset : region.offset + region.nbytes]
+            for offset, tensor in parts:
+                write_tensor(self._address + region.offset, block, offset, tensor)
+        except BaseException:
+            self.release(region)
+            raise
+        self._seal(region)
+        return region
+
+    def _seal(self, region: Region) -> None:
+        GUARD.pack_into(self._guard(region), 0, region.serial, region.nbytes)
+        with self._lock:
+            self._writes += 1
+            self._written += region.nbytes
+
+    def _guard(self, region: Region) -> ctypes.Array[ctypes.c_char]:
+        return (ctypes.c_char * GUARD.size).from_address(self._address + region.offset - ALIGNMENT)
+
+    def _publish(self, key: Hashable, region: Region) -> None:
+        with self._lock:
+            self._drop(key)
+            region.key = key
+            self._index[key] = region
+
+    def _drop(self, key: Hashable) -> None:
+        region = self._index.pop(key, None)
+        if region is not None and not region.refs:
+            del self._idle[region]
+            self._free(region)
+
+    def _retain(self, region: Region) -> None:
+        if not region.refs:
+            self._idle.pop(region, None)
+            self._referenced += _footprint(region.nbytes)
+        region.refs += 1
+
+    def _allocate(self, nbytes: int) -> Region:
+        size = _footprint(nbytes)
+        with self._lock:
+            if self._closed:
+                raise ReleasedError("the arena is closed")
+            if size > self.capacity_bytes:
+                raise ArenaFullError(
+                    "the content is larger than the arena", expected=f"at most {self.capacity_bytes}", found=size
+                )
+            offset = self._room.take(size)
+            while offset is None and self._idle:
+                region, _ = self._idle.popitem(last=False)
+                del self._index[region.key]
+                self._free(region)
+                self._evictions += 1
+                offset = self._room.take(size)
+            if offset is None:
+                raise ArenaFullError(
+                    "what the arena holds is in use",
+                    expected=f"{size} bytes in one piece",
+                    found=self._room.largest,
+                )
+            self._serial += 1
+            self._regions += 1
+            self._used += size
+            self._referenced += size
+            return Region(offset + ALIGNMENT, nbytes, self._serial)
+
+    def _free(self, region: Region) -> None:
+        ctypes.memset(self._address + region.offset - ALIGNMENT, 0, GUARD.size)  # no reader takes it for what it was
+        size = _footprint(region.nbytes)
+        self._room.give(region.offset - ALIGNMENT, size)
+        self._regions -= 1
+        self._used -= size
+        region.sources = ()
+
+
+def _footprint(nbytes: int) -> int:
+    return ALIGNMENT + aligned(nbytes)
+
+
+def _address_of(part: memoryview) -> int:
+    return int(np.frombuffer(part, np.uint8).ctypes.data)
+
+
+def _leaves_of(value: FieldValue) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    return [leaf for entry in value for leaf in _leaves_of(entry)]
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _identities(sources: Sequence[Tensor]) -> tuple[tuple[weakref.ref[Tensor], int], ...]:
+    return tuple((weakref.ref(tensor), _version(tensor)) for tensor in sources)
+
+
+def _are(known: Sequence[tuple[weakref.ref[Tensor], int]], sources: Sequence[Tensor]) -> bool:
+    """Whether the region was written from these very tensors, unchanged since."""
+    return len(known) == len(sources) and all(
+        reference() is tensor and version == _version(tensor) for (reference, version), tensor in zip(known, sources)
+    )
