@@ -1,0 +1,37 @@
+"""Where encoded rows live beside the device: host memory, a local disk, Mooncake Store, Redis, or all of them."""
+
+from mmcache.tiers.claims import EncodeClaims
+from mmcache.tiers.counters import TieredStats, TierStats
+from mmcache.tiers.disk import DiskTier
+from mmcache.tiers.entry import Entry, EntryInfo, Expected, Key, decode_entry, encode_entry, read_header
+from mmcache.tiers.fetch import Fetch
+from mmcache.tiers.locations import open_tier
+from mmcache.tiers.memory import MemoryTier
+from mmcache.tiers.mooncake import MooncakeTier
+from mmcache.tiers.protocol import PutOutcome, StoredEntry, Tier, TierUsage
+from mmcache.tiers.redis import RedisTier
+from mmcache.tiers.tiered import TieredStore
+
+__all__ = [
+    "DiskTier",
+    "EncodeClaims",
+    "Entry",
+    "EntryInfo",
+    "Expected",
+    "Fetch",
+    "Key",
+    "MemoryTier",
+    "MooncakeTier",
+    "PutOutcome",
+    "RedisTier",
+    "StoredEntry",
+    "Tier",
+    "TierStats",
+    "TierUsage",
+    "TieredStats",
+    "TieredStore",
+    "decode_entry",
+    "encode_entry",
+    "open_tier",
+    "read_header",
+]

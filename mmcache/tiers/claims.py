@@ -1,0 +1,119 @@
+"""Two processes, one encode: a claim with a lease on a Redis server says who of a fleet encodes a content.
+
+Optional, since it costs a round trip before the encoder runs; worth it where encoding takes much longer than that.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from threading import Condition, Thread
+from typing import Any
+
+from mmcache.errors import ConfigError
+from mmcache.tiers.entry import Key
+from mmcache.tiers.redis import connect
+
+__all__ = ["EncodeClaims"]
+
+_log = logging.getLogger("mmcache.tiers")
+
+# A claim is renewed and given up only by its holder: after a pause longer than the lease it may be another's
+_RENEW = (
+    "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('pexpire', KEYS[1], ARGV[2]) else return 0 end"
+)
+_RELEASE = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del', KEYS[1]) else return 0 end"
+
+
+class EncodeClaims:
+    """Claims of this process, renewed on a thread until they are released or the process ends.
+
+    Who does not get a claim looks for the rows in the tiers and claims again from time to time: the holder either
+    stores the rows and releases, or dies, and then its lease runs out and exactly one of the others gets the claim. A
+    server that cannot be reached grants everything: encoding twice is slower, and not wrong.
+
+    Args:
+        url: of the Redis server, as for `RedisTier`.
+        lease_seconds: after so long without renewal a holder counts as dead.
+        timeout: seconds for connecting and for each read or write of the socket.
+
+    Raises:
+        ConfigError: a number is not positive, the URL cannot be read, or the `redis` package is missing.
+    """
+
+    def __init__(self, url: str, *, lease_seconds: float = 10.0, timeout: float = 1.0) -> None:
+        for field, value in (("lease_seconds", lease_seconds), ("timeout", timeout)):
+            if value <= 0:
+                raise ConfigError("must be positive", field=field, found=value, expected="> 0")
+        self._client, self._error = connect(url, timeout)
+        self._lease_ms = max(1, int(lease_seconds * 1000))
+        self._token = uuid.uuid4().hex
+        self._condition = Condition()
+        self._held: dict[Key, None] = {}
+        self._closed = False
+        self._thread = Thread(target=self._renew_all, name="mmcache-claims", daemon=True)
+        self._thread.start()
+
+    def claim(self, keys: Iterable[Key]) -> set[Key]:
+        """Those of the keys that are this process's to encode; one round trip. Release them afterwards."""
+        keys = list(dict.fromkeys(keys))
+        with self._condition:
+            asked = [key for key in keys if key not in self._held]
+        granted = set(keys).difference(asked)
+        replies = self._run([("SET", _name(key), self._token, "NX", "PX", self._lease_ms) for key in asked])
+        taken = [key for key, reply in zip(asked, replies, strict=True) if reply is not None]
+        with self._condition:
+            self._held.update(dict.fromkeys(taken))
+            self._condition.notify()
+        return granted.union(taken)
+
+    def release(self, keys: Iterable[Key]) -> None:
+        """Give claims up: the rows are stored, or will not be. Keys that are not held are ignored."""
+        with self._condition:
+            given_up = [key for key in keys if self._held.pop(key, self._held) is None]
+        self._run([("EVAL", _RELEASE, 1, _name(key), self._token) for key in given_up])
+
+    def close(self) -> None:
+        """Release everything and stop renewing. Idempotent."""
+        with self._condition:
+            held = list(self._held)
+            self._closed = True
+            self._condition.notify()
+        self.release(held)
+        self._thread.join(1.0)
+        self._client.close()
+
+    def _renew_all(self) -> None:
+        pause = self._lease_ms / 3000
+        while True:
+            with self._condition:
+                end = time.monotonic() + pause
+                while not self._closed and (left := end - time.monotonic()) > 0:
+                    self._condition.wait(left)
+                if self._closed:
+                    return
+                held = list(self._held)
+            replies = self._run([("EVAL", _RENEW, 1, _name(key), self._token, self._lease_ms) for key in held])
+            lost = [key for key, reply in zip(held, replies, strict=True) if reply == 0]
+            with self._condition:  # ran out while this process was paused: whoever has it now encodes it as well
+                for key in lost:
+                    self._held.pop(key, None)
+
+    def _run(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        if not commands:
+            return []
+        pipeline = self._client.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command)
+        try:
+            replies: list[Any] = pipeline.execute(raise_on_error=False)
+        except self._error as error:
+            _log.warning("claims cannot be asked for, everything is granted: %s", error)
+            return [error] * len(commands)
+        return replies
+
+
+def _name(key: Key) -> str:
+    return f"mmcacheclaim-{key.name}"

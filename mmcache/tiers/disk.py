@@ -1,0 +1,346 @@
+"""Entries as files in a directory that several processes of one host share, under one byte budget.
+
+    index.sqlite3         what there is (`disk_index`)
+    objects/ab/abcdef...  one file an entry; the name is a digest
+    owners/<id>           locked by the process that has this id, for as long as it lives
+    writing/<id>-<n>      a file that is being written
+
+A put reserves room in the index (evicting if need be), writes a temporary file, renames it into place and publishes the
+row. Killed anywhere in between it leaves a reservation and at most one file of an owner that is not alive, and whoever
+opens the directory next removes both. Nothing is synced to the device: after a power cut checksums decide.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Lock
+
+from mmcache.errors import ConfigError, TierError
+from mmcache.tiers.disk_files import EntryFiles
+from mmcache.tiers.disk_index import DiskIndex, IndexRow, Notes
+from mmcache.tiers.disk_recovery import announce_owner, drop_dead_reservations, recover, start_anew
+from mmcache.tiers.entry import Entry, Key
+from mmcache.tiers.protocol import PutOutcome, StoredEntry, TierUsage
+
+__all__ = ["DiskTier"]
+
+_log = logging.getLogger("mmcache.tiers")
+_GROUP_OR_OTHERS_WRITE = 0o022
+_NOTES = 256
+_PAGE = 512
+_BUSY_SECONDS = 5.0
+
+
+class DiskTier:
+    """A directory on a local disk as a tier. Processes that share it share its budget and its entries.
+
+    A directory that cannot be used now (read-only, full, gone) is no error here: operations raise `TierError` until it
+    can be used again. One that vanishes while it is open is not made anew, since it may have been a mount.
+
+    Args:
+        directory: made with mode 0700 if it is missing. It must be on a local file system (locks, SQLite in WAL mode).
+        capacity_bytes: budget for the files, headers included; the index comes on top (some 300 bytes an entry).
+        pinned: read into page-locked memory, for fast copies to a GPU.
+        one_trust_domain: all who may write to the directory trust each other. Only asked for where group or others may.
+        name: name for counters and events.
+
+    Raises:
+        ConfigError: the budget is not positive.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        capacity_bytes: int,
+        *,
+        pinned: bool = False,
+        one_trust_domain: bool = False,
+        name: str = "disk",
+    ) -> None:
+        if capacity_bytes <= 0:
+            raise ConfigError("a tier needs room", field="capacity_bytes", found=capacity_bytes, expected="> 0")
+        self.name = name
+        self.directory = Path(directory)
+        self._capacity = capacity_bytes
+        self._trusted = one_trust_domain
+        self._owner = uuid.uuid4().hex
+        self._files = EntryFiles(self.directory, self._owner, largest=capacity_bytes, pinned=pinned)
+        self._lock = Lock()
+        self._notes = Notes()
+        self._opening = Lock()
+        self._index: DiskIndex | None = None
+        self._owner_fd = -1
+        self._opened_before = False
+        self._closed = False
+        self._pid = os.getpid()
+        try:
+            self._opened()
+        except TierError as error:
+            _log.warning("disk tier %s cannot be used now: %s", self.directory, error)
+
+    @property
+    def shared(self) -> bool:
+        """Others than the owner of the directory may write to it, and were not declared to be trusted."""
+        try:
+            return not self._trusted and bool(self.directory.stat().st_mode & _GROUP_OR_OTHERS_WRITE)
+        except OSError:
+            return False
+
+    def contains_many(self, keys: Sequence[Key]) -> dict[Key, int]:
+        """See `Tier`. One `stat` a key; the index is not asked."""
+        self._check_open()
+        found = {}
+        for key in keys:
+            with suppress(OSError):
+                found[key] = os.stat(self._files.path(key.name)).st_size
+        return found
+
+    def get_many(self, keys: Sequence[Key]) -> dict[Key, Entry]:
+        """See `Tier`. One read a key, straight into the buffer that is returned."""
+        self._check_open()
+        found = {}
+        lost = []
+        for key in keys:
+            try:
+                found[key] = self._files.read(key)
+            except FileNotFoundError:
+                lost.append(key.name)
+            except OSError as error:
+                raise TierError(f"reading failed: {error}", field=self.name) from error
+        now = time.time_ns()
+        with self._lock:
+            self._notes.used.update((key.name, now) for key in found)
+            self._notes.lost.update(lost)
+            full = len(self._notes) >= _NOTES
+        if full:
+            self._settle()
+        return found
+
+    def put_many(self, entries: Mapping[Key, Entry]) -> PutOutcome:
+        """See `Tier`. Two transactions for all of them; entries that are there already are left as they are."""
+        fitting = {key.name: key for key, entry in entries.items() if entry.nbytes <= self._capacity}
+        if not fitting:
+            return PutOutcome(frozenset())
+        with self._changing() as (index, db):
+            mine, present, evicted = self._reserve(index, db, fitting, entries)
+        written = []
+        try:
+            for name in mine:
+                self._files.write(name, entries[fitting[name]])
+                written.append(name)
+        except OSError as error:
+            raise TierError(f"writing failed: {error}", field=self.name) from error
+        finally:
+            with self._lock:
+                self._notes.written.update(written)
+                self._notes.failed.update(name for name in mine if name not in written)
+            self._settle()
+        stored = frozenset(fitting[name] for name in (*present, *written))
+        return PutOutcome(stored, tuple(_key(row) for row in evicted))
+
+    def remove_many(self, keys: Sequence[Key]) -> int:
+        """See `Tier`."""
+        return self._remove([key.name for key in keys])
+
+    def clear(self, namespace: str | None = None) -> int:
+        """See `Tier`."""
+        index = self._opened()
+        try:
+            names = [row.name for row in index.published(namespace)]
+        except sqlite3.Error as error:
+            raise TierError(f"the index failed: {error}", field=self.name) from error
+        return sum(self._remove(names[start : start + _PAGE]) for start in range(0, len(names), _PAGE))
+
+    def prune(self, target_bytes: int) -> int:
+        """Evict entries, least recently used first, until all take at most `target_bytes`; the number evicted."""
+        with self._changing() as (index, db):
+            return len(index.evict(db, target_bytes, self._files.unlink))
+
+    def remove_strays(self, *, dry_run: bool = False) -> int:
+        """Files that the index does not know, which only a damaged index leaves; their number, and they are removed
+        unless `dry_run`."""
+        index = self._opened()
+        strays = 0
+        try:
+            for shard in self._files.shards():
+                names = self._files.names(shard)
+                for start in range(0, len(names), _PAGE):
+                    page = names[start : start + _PAGE]
+                    known = index.rows(page)
+                    for name in page:
+                        if name not in known:
+                            strays += 1 if dry_run else self._files.unlink(name)
+        except (OSError, sqlite3.Error) as error:
+            raise TierError(f"the directory failed: {error}", field=self.name) from error
+        return strays
+
+    def scan(self) -> Iterator[StoredEntry]:
+        """See `Tier`."""
+        index = self._opened()
+        try:
+            for row in index.published():
+                yield StoredEntry(row.name, _key(row), row.nbytes, row.used / 1e9)
+        except sqlite3.Error as error:
+            raise TierError(f"the index failed: {error}", field=self.name) from error
+
+    def usage(self) -> TierUsage:
+        """See `Tier`. Reservations count."""
+        index = self._opened()
+        try:
+            entries, nbytes = index.totals()
+        except sqlite3.Error as error:
+            raise TierError(f"the index failed: {error}", field=self.name) from error
+        return TierUsage(entries, nbytes, self._capacity)
+
+    def close(self) -> None:
+        """Give up the directory; entries stay."""
+        if not self._closed:
+            self._settle()
+            self._closed = True
+            with self._opening:
+                self._let_go()
+
+    # -- opening
+
+    def _opened(self) -> DiskIndex:
+        self._check_open()
+        index = self._index
+        try:
+            if index is not None and self._still_there(index):
+                return index
+            with self._opening:
+                index = self._index
+                if index is None or not self._still_there(index):
+                    self._let_go()
+                    index = self._index = self._open()
+                return index
+        except (OSError, sqlite3.Error) as error:
+            raise TierError(f"the directory cannot be used: {error}", field=self.name) from error
+
+    def _still_there(self, index: DiskIndex) -> bool:
+        try:
+            stat = os.stat(self.directory / "index.sqlite3")
+        except FileNotFoundError:
+            return False
+        return (stat.st_dev, stat.st_ino) == index.identity
+
+    def _open(self) -> DiskIndex:
+        if not self._opened_before:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for part in ("objects", "owners", "writing"):
+            (self.directory / part).mkdir(mode=0o700, exist_ok=True)
+        path = self.directory / "index.sqlite3"
+        self._owner_fd = announce_owner(self.directory, self._owner)
+        try:
+            try:
+                index = DiskIndex(path, timeout=_BUSY_SECONDS)
+            except sqlite3.OperationalError:
+                raise  # locked, read-only or full: nothing is wrong with what is there
+            except sqlite3.DatabaseError as error:
+                _log.warning("disk tier %s: the index is unusable (%s), it starts anew", self.directory, error)
+                start_anew(self.directory)
+                index = DiskIndex(path, timeout=_BUSY_SECONDS)
+            recover(self.directory, index, self._capacity, self._files.unlink)
+        except BaseException:
+            self._let_go()
+            raise
+        self._opened_before = True
+        return index
+
+    def _let_go(self) -> None:
+        index, self._index = self._index, None
+        if index is not None:
+            index.close()
+        fd, self._owner_fd = self._owner_fd, -1
+        if fd >= 0:
+            with suppress(OSError):
+                os.unlink(self.directory / "owners" / self._owner)
+            os.close(fd)
+
+    # -- one operation
+
+    @contextmanager
+    def _changing(self) -> Iterator[tuple[DiskIndex, sqlite3.Connection]]:
+        """A transaction that first takes in what readers and earlier writers noted."""
+        index = self._opened()
+        with self._lock:
+            notes, self._notes = self._notes, Notes()
+        try:
+            with index.transaction() as db:
+                index.take_in(db, notes, self._owner, self._files.exists)
+                yield index, db
+        except (OSError, sqlite3.Error) as error:
+            with self._lock:
+                self._notes = notes.merged(self._notes)
+            if type(error) is sqlite3.DatabaseError:
+                with (
+                    self._opening,
+                    suppress(OSError),
+                ):  # malformed (others are subclasses): the next operation makes a new index
+                    if self._still_there(index):
+                        start_anew(self.directory)
+            raise TierError(f"the directory failed: {error}", field=self.name) from error
+
+    def _reserve(
+        self, index: DiskIndex, db: sqlite3.Connection, keys: Mapping[str, Key], entries: Mapping[Key, Entry]
+    ) -> tuple[list[str], list[str], list[IndexRow]]:
+        """Names to write, names that are there, and rows that were evicted for them."""
+        held = index.rows(list(keys))
+        if any(row.owner not in (None, self._owner) for row in held.values()):
+            drop_dead_reservations(self.directory, index, db, self._files.unlink)
+            held = index.rows(list(keys))
+        present = [name for name, row in held.items() if row.owner is None and self._files.exists(name)]
+        gone = [name for name, row in held.items() if row.owner is None and name not in present]
+        index.delete(db, gone)
+        now = time.time_ns()
+        index.touch(db, [(name, now) for name in present])
+        room = self._capacity
+        mine = []
+        for name in keys:
+            if (name not in held or name in gone) and entries[keys[name]].nbytes <= room:
+                room -= entries[keys[name]].nbytes
+                mine.append(name)
+        evicted = index.evict(db, room, self._files.unlink)
+        if index.totals()[1] > room:
+            drop_dead_reservations(self.directory, index, db, self._files.unlink)
+        while mine and index.totals()[1] > room:  # what others are writing right now is in the way
+            room += entries[keys[mine.pop()]].nbytes
+        index.insert(db, [_reservation(keys[name], entries[keys[name]], now, self._owner) for name in mine])
+        evicted_names = {row.name for row in evicted}
+        return mine, [name for name in present if name not in evicted_names], evicted
+
+    def _remove(self, names: Sequence[str]) -> int:
+        removed = 0
+        with self._changing() as (index, db):
+            for name in names:
+                removed += self._files.unlink(name)
+            published = [name for name, row in index.rows(names).items() if row.owner is None]
+            index.delete(db, published)
+        return removed
+
+    def _settle(self) -> None:
+        # A failure keeps the notes for the next transaction: rows that wait do not make a read or a write fail
+        with suppress(TierError), self._changing():
+            pass
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TierError("the tier is closed", field=self.name)
+        if os.getpid() != self._pid:  # neither SQLite's connections nor the owner's lock are a child's to use
+            raise TierError("the tier was opened in another process; open it after the fork", field=self.name)
+
+
+def _reservation(key: Key, entry: Entry, now: int, owner: str) -> IndexRow:
+    identifier = key.identifier.encode("utf-8", "surrogatepass")
+    return IndexRow(key.name, key.namespace, identifier, entry.nbytes, now, owner)
+
+
+def _key(row: IndexRow) -> Key:
+    return Key(row.namespace, row.identifier.decode("utf-8", "surrogatepass"))

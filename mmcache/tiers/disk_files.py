@@ -1,0 +1,105 @@
+"""The files of a disk tier: written beside their place and renamed into it, read in one call."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+
+from mmcache.tiers.entry import Entry, Key, header_bytes, host_bytes, writable_view
+
+__all__ = ["EntryFiles"]
+
+
+class EntryFiles:
+    """The files below one directory, written by one owner.
+
+    Args:
+        directory: holds `objects/` and `writing/`.
+        owner: prefix of this process's temporary files.
+        largest: a file of more bytes than this is none of ours, and is not read whole.
+        pinned: read into page-locked memory.
+
+    Raises (everywhere): OSError.
+    """
+
+    def __init__(self, directory: Path, owner: str, *, largest: int, pinned: bool) -> None:
+        self._objects = directory / "objects"
+        self._writing = directory / "writing"
+        self._owner = owner
+        self._largest = largest
+        self._pinned = pinned
+        self._numbers = count()
+
+    def path(self, name: str) -> str:
+        """Where the entry of this name is."""
+        return f"{self._objects}/{name[:2]}/{name}"
+
+    def exists(self, name: str) -> bool:
+        """Whether there is a file of this name now."""
+        return os.path.exists(self.path(name))
+
+    def shards(self) -> list[str]:
+        """The subdirectories that hold files."""
+        return os.listdir(self._objects)
+
+    def names(self, shard: str) -> list[str]:
+        """Names of all files in a subdirectory."""
+        return os.listdir(self._objects / shard)
+
+    def unlink(self, name: str) -> bool:
+        """Remove a file; False if there was none."""
+        try:
+            os.unlink(self.path(name))
+        except FileNotFoundError:
+            return False
+        return True
+
+    def write(self, name: str, entry: Entry) -> None:
+        """Put a file in place, whole or not at all."""
+        temporary = self._writing / f"{self._owner}-{next(self._numbers)}"
+        fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                _write_all(fd, [memoryview(entry.header), writable_view(entry.payload)])
+            finally:
+                os.close(fd)
+            path = self.path(name)
+            try:
+                os.rename(temporary, path)
+            except FileNotFoundError:
+                with suppress(FileExistsError):
+                    os.mkdir(os.path.dirname(path), 0o700)
+                os.rename(temporary, path)
+        except OSError:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+    def read(self, key: Key) -> Entry:
+        """A file's bytes, whatever they are: one call, so that a file cut short is a short read and no signal."""
+        fd = os.open(self.path(key.name), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            size = os.fstat(fd).st_size
+            header = bytearray(min(size, header_bytes(key)))
+            payload = host_bytes(max(0, min(size, self._largest) - len(header)), pinned=self._pinned)
+            view = writable_view(payload)
+            done = os.preadv(fd, [header, view], 0) - len(header)
+            while 0 < done < len(view):  # the kernel gives at most 2 GiB a call
+                more = os.preadv(fd, [view[done:]], len(header) + done)
+                if not more:
+                    break
+                done += more
+        finally:
+            os.close(fd)
+        return Entry(bytes(header), payload if done == len(view) else payload[: max(0, done)])
+
+
+def _write_all(fd: int, parts: list[memoryview]) -> None:
+    while parts:
+        done = os.writev(fd, parts)
+        while parts and done >= len(parts[0]):
+            done -= len(parts.pop(0))
+        if parts:
+            parts[0] = parts[0][done:]

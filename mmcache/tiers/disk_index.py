@@ -1,0 +1,246 @@
+"""The index of a disk tier: one SQLite database (WAL) that all processes on a directory share.
+
+It holds a row for every entry and every reservation, and the running total of bytes (kept by triggers), so that neither
+the budget nor eviction needs a scan. A row is a *reservation* while it has an owner: its file may be missing or half
+written. It becomes an entry when the owner is cleared, after the file is in place.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__all__ = ["DiskIndex", "IndexRow", "Notes"]
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS entries (
+    name TEXT PRIMARY KEY,
+    namespace TEXT NOT NULL,
+    identifier BLOB NOT NULL,
+    bytes INTEGER NOT NULL,
+    used INTEGER NOT NULL,
+    owner TEXT
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS by_use ON entries (used) WHERE owner IS NULL;
+CREATE INDEX IF NOT EXISTS by_owner ON entries (owner) WHERE owner IS NOT NULL;
+CREATE TABLE IF NOT EXISTS totals (
+    id INTEGER PRIMARY KEY CHECK (id = 0),
+    entries INTEGER NOT NULL,
+    bytes INTEGER NOT NULL
+);
+INSERT OR IGNORE INTO totals VALUES (0, 0, 0);
+CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON entries BEGIN
+    UPDATE totals SET entries = entries + 1, bytes = bytes + NEW.bytes;
+END;
+CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON entries BEGIN
+    UPDATE totals SET entries = entries - 1, bytes = bytes - OLD.bytes;
+END;
+"""
+_EVICT_BATCH = 64
+_PAGE = 512
+_COLUMNS = "name, namespace, identifier, bytes, used, owner"
+
+
+@dataclass(frozen=True, slots=True)
+class IndexRow:
+    """A row of the index.
+
+    Attributes:
+        name: name of the entry and of its file.
+        namespace: namespace fingerprint.
+        identifier: content identifier, UTF-8.
+        nbytes: bytes of the file.
+        used: when it was last used, nanoseconds since the epoch.
+        owner: who is writing it, or None once it is published.
+    """
+
+    name: str
+    namespace: str
+    identifier: bytes
+    nbytes: int
+    used: int
+    owner: str | None
+
+
+@dataclass(slots=True)
+class Notes:
+    """What the next transaction has to take in: names of files that were read (with the time, in nanoseconds), were
+    found missing, are in place, or could not be written."""
+
+    used: dict[str, int] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
+    written: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+
+    def __len__(self) -> int:
+        return len(self.used) + len(self.lost) + len(self.written) + len(self.failed)
+
+    def merged(self, later: Notes) -> Notes:
+        """These notes and later ones."""
+        return Notes(
+            self.used | later.used,
+            self.lost | later.lost,
+            self.written | later.written,
+            self.failed | later.failed,
+        )
+
+
+class DiskIndex:
+    """One connection per thread to the index at `path`; every method that changes it is called within `transaction`.
+
+    Raises (everywhere): sqlite3.Error.
+    """
+
+    def __init__(self, path: Path, *, timeout: float) -> None:
+        self._path = path
+        self._timeout = timeout
+        self._local = threading.local()
+        self._all: list[sqlite3.Connection] = []
+        self._lock = threading.Lock()
+        with self.transaction() as db:
+            for statement in _statements(_SCHEMA):
+                db.execute(statement)
+        stat = path.stat()
+        self.identity = (stat.st_dev, stat.st_ino)
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """An immediate transaction of this thread's connection: committed at the end, rolled back on an exception."""
+        db = self._connection()
+        db.execute("BEGIN IMMEDIATE")
+        try:
+            yield db
+        except BaseException:
+            db.rollback()
+            raise
+        else:
+            db.commit()
+
+    def close(self) -> None:
+        """Close all connections."""
+        with self._lock:
+            connections, self._all = self._all, []
+        for connection in connections:
+            connection.close()
+
+    def totals(self) -> tuple[int, int]:
+        """Number of rows and their bytes, reservations included."""
+        row = self._connection().execute("SELECT entries, bytes FROM totals").fetchone()
+        return (row[0], row[1]) if row else (0, 0)
+
+    def rows(self, names: Sequence[str]) -> dict[str, IndexRow]:
+        """The rows of these names, by name."""
+        marks = ",".join("?" * len(names))
+        found = self._connection().execute(f"SELECT {_COLUMNS} FROM entries WHERE name IN ({marks})", list(names))
+        return {row[0]: IndexRow(*row) for row in found}
+
+    def published(self, namespace: str | None = None) -> Iterator[IndexRow]:
+        """All published rows, or one namespace's, in the order of their names; read in pages, so that writers go on."""
+        db = self._connection()
+        name = ""
+        while True:
+            page = db.execute(
+                f"SELECT {_COLUMNS} FROM entries WHERE name > ? AND owner IS NULL AND (? IS NULL OR namespace = ?)"
+                f" ORDER BY name LIMIT {_PAGE}",
+                (name, namespace, namespace),
+            ).fetchall()
+            if not page:
+                return
+            yield from (IndexRow(*row) for row in page)
+            name = page[-1][0]
+
+    def take_in(self, db: sqlite3.Connection, notes: Notes, owner: str, exists: Callable[[str], bool]) -> None:
+        """Bring the index up to date with what was noted since the last transaction."""
+        self.publish(db, list(notes.written), owner)
+        self.delete(db, list(notes.failed))
+        self.touch(db, list(notes.used.items()))
+        lost = list(notes.lost)
+        for start in range(0, len(lost), _PAGE):
+            rows = self.rows(lost[start : start + _PAGE])
+            self.delete(db, [name for name, row in rows.items() if row.owner is None and not exists(name)])
+
+    @staticmethod
+    def insert(db: sqlite3.Connection, rows: Sequence[IndexRow]) -> None:
+        """Add rows whose names are not there."""
+        db.executemany(
+            f"INSERT INTO entries ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?)",
+            [(r.name, r.namespace, r.identifier, r.nbytes, r.used, r.owner) for r in rows],
+        )
+
+    @staticmethod
+    def publish(db: sqlite3.Connection, names: Sequence[str], owner: str) -> None:
+        """Turn this owner's reservations into entries."""
+        db.executemany(
+            "UPDATE entries SET owner = NULL WHERE name = ? AND owner = ?", [(name, owner) for name in names]
+        )
+
+    @staticmethod
+    def delete(db: sqlite3.Connection, names: Sequence[str]) -> None:
+        """Forget rows; names without one are ignored."""
+        db.executemany("DELETE FROM entries WHERE name = ?", [(name,) for name in names])
+
+    @staticmethod
+    def touch(db: sqlite3.Connection, uses: Sequence[tuple[str, int]]) -> None:
+        """Move published rows up in the order of use; pairs of name and nanoseconds."""
+        db.executemany("UPDATE entries SET used = ? WHERE name = ? AND owner IS NULL", [(t, n) for n, t in uses])
+
+    @staticmethod
+    def reservations(db: sqlite3.Connection) -> dict[str, list[str]]:
+        """Names of all reservations by owner."""
+        owned: dict[str, list[str]] = {}
+        for name, owner in db.execute("SELECT name, owner FROM entries WHERE owner IS NOT NULL"):
+            owned.setdefault(owner, []).append(name)
+        return owned
+
+    @staticmethod
+    def evict(db: sqlite3.Connection, target: int, unlink: Callable[[str], bool]) -> list[IndexRow]:
+        """Drop published rows, least recently used first, until the total is at most `target` bytes.
+
+        Files are unlinked before the transaction commits: after a crash in between there is a row too many, which the
+        next reader finds, and not a file too many, which nobody would.
+        """
+        evicted: list[IndexRow] = []
+        while True:
+            (total,) = db.execute("SELECT bytes FROM totals").fetchone()
+            over = total - target
+            if over <= 0:
+                return evicted
+            batch = []
+            for row in db.execute(
+                f"SELECT {_COLUMNS} FROM entries WHERE owner IS NULL ORDER BY used LIMIT {_EVICT_BATCH}"
+            ):
+                if over <= 0:
+                    break
+                batch.append(IndexRow(*row))
+                over -= batch[-1].nbytes
+            if not batch:
+                return evicted
+            for victim in batch:
+                unlink(victim.name)
+            DiskIndex.delete(db, [victim.name for victim in batch])
+            evicted += batch
+
+    def _connection(self) -> sqlite3.Connection:
+        db: sqlite3.Connection | None = getattr(self._local, "db", None)
+        if db is None:
+            db = sqlite3.connect(self._path, timeout=self._timeout, isolation_level=None, check_same_thread=False)
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA synchronous = NORMAL")
+            with self._lock:
+                self._all.append(db)
+            self._local.db = db
+        return db
+
+
+def _statements(script: str) -> Iterator[str]:
+    # executescript would commit the transaction it runs in
+    statement = ""
+    for line in script.splitlines():
+        statement += line + "\n"
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""

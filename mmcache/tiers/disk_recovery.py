@@ -1,0 +1,82 @@
+"""Who is alive on a disk tier's directory, and what those who are not have left behind."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import sqlite3
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from mmcache.tiers.disk_index import DiskIndex
+
+__all__ = ["announce_owner", "drop_dead_reservations", "recover", "start_anew"]
+
+
+def announce_owner(directory: Path, owner: str) -> int:
+    """Make and lock `owners/<owner>`; the descriptor holds the lock until it is closed or the process ends."""
+    path = directory / "owners" / owner
+    hidden = path.with_suffix(".new")
+    fd = os.open(hidden, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        # Locked before it has its name, so that nobody takes it for a dead process's in between
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        os.rename(hidden, path)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def drop_dead_reservations(
+    directory: Path, index: DiskIndex, db: sqlite3.Connection, unlink: Callable[[str], bool]
+) -> None:
+    """Within a transaction: remove the reservations, and what is in place of their files, whose owners are no more."""
+    for owner, names in index.reservations(db).items():
+        if not _is_alive(directory / "owners" / owner):
+            for name in names:
+                unlink(name)
+            index.delete(db, names)
+
+
+def recover(directory: Path, index: DiskIndex, capacity: int, unlink: Callable[[str], bool]) -> None:
+    """Remove what processes left that are no more, and come within the budget."""
+    dead = {path for path in (directory / "owners").iterdir() if not path.suffix and not _is_alive(path)}
+    with index.transaction() as db:
+        drop_dead_reservations(directory, index, db, unlink)
+        index.evict(db, capacity, unlink)
+    for path in (directory / "writing").iterdir():
+        if not _is_alive(directory / "owners" / path.name.split("-")[0]):
+            path.unlink(missing_ok=True)
+    for path in dead:  # last: as long as the name is there, somebody will come back for the rest
+        path.unlink(missing_ok=True)
+    for trash in directory.glob("trash-*"):
+        shutil.rmtree(trash, ignore_errors=True)
+
+
+def start_anew(directory: Path) -> None:
+    """Put index and entries aside, for `recover` to remove, when the index is damaged beyond use."""
+    trash = directory / f"trash-{uuid.uuid4().hex}"
+    trash.mkdir(mode=0o700)
+    for path in (*directory.glob("index.sqlite3*"), directory / "objects"):
+        with suppress(FileNotFoundError):
+            os.rename(path, trash / path.name)
+    (directory / "objects").mkdir(mode=0o700, exist_ok=True)
+
+
+def _is_alive(path: Path) -> bool:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(fd)

@@ -1,0 +1,107 @@
+"""One look-up of several keys on its way through the tiers, and the one question it has open at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from threading import Event, Lock
+
+from torch import Tensor
+
+from mmcache.tiers.entry import Expected, Key
+
+__all__ = ["Ask", "Fetch"]
+
+OnDone = Callable[[dict[Key, Tensor]], None]
+
+
+class Fetch:
+    """Rows that are being fetched. Made by `TieredStore.prefetch`; `poll` it, or give a callback there.
+
+    What was found is shared with whoever else found it: rows are not to be written to.
+    """
+
+    def __init__(
+        self, expected: Mapping[Key, Expected | None], on_done: OnDone | None, on_cancel: Callable[[Fetch], None]
+    ) -> None:
+        self.expected = expected
+        self.on_done = on_done
+        self.stage = 0
+        """Index of the tier to ask next; whoever settled the last question moves it on."""
+        self.ask: Ask | None = None
+        self.cancelled = False
+        self._on_cancel = on_cancel
+        self._lock = Lock()
+        self._missing = dict.fromkeys(expected)
+        self._found: dict[Key, Tensor] = {}
+        self._new: dict[Key, Tensor] = {}
+        self._done = Event()
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing more will arrive: what is not found by now is missing."""
+        return self._done.is_set()
+
+    def poll(self) -> dict[Key, Tensor]:
+        """What arrived since the last call. Never waits."""
+        with self._lock:
+            new, self._new = self._new, {}
+        return new
+
+    def wait(self, timeout: float | None = None) -> dict[Key, Tensor]:
+        """Wait, at most `timeout` seconds, and return everything that was found by then."""
+        self._done.wait(timeout)
+        with self._lock:
+            return dict(self._found)
+
+    def cancel(self) -> None:
+        """Nobody needs the rest any more; the callback is not called. Idempotent."""
+        if not self.done:
+            self.cancelled = True
+            self._on_cancel(self)
+
+    def missing(self) -> list[Key]:
+        """What is not found yet."""
+        with self._lock:
+            return list(self._missing)
+
+    def deliver(self, found: Mapping[Key, Tensor]) -> None:
+        """Take in what a tier gave."""
+        with self._lock:
+            for key, rows in found.items():
+                if key in self._missing:
+                    del self._missing[key]
+                    self._found[key] = self._new[key] = rows
+
+    def finish(self) -> bool:
+        """Nothing more will arrive; True for the one caller that made it so."""
+        with self._lock:
+            if self._done.is_set():
+                return False
+            self._done.set()
+            return True
+
+
+class Ask:
+    """The keys that one fetch asks one tier for; settled once: by the answer, the deadline or the asker.
+
+    Args:
+        fetch: who asks.
+        keys: what for.
+        stage: index of the tier.
+    """
+
+    __slots__ = ("_lock", "fetch", "keys", "settled", "stage")
+
+    def __init__(self, fetch: Fetch, keys: Sequence[Key], stage: int) -> None:
+        self.fetch: Fetch | None = fetch
+        self.keys = keys
+        self.stage = stage
+        self.settled = False
+        self._lock = Lock()
+
+    def settle(self) -> Fetch | None:
+        """The fetch, for the first caller; None for all others, who have come too late."""
+        with self._lock:
+            fetch, self.fetch = self.fetch, None  # an ask in a queue does not keep the rows alive
+            self.settled = True
+        return fetch

@@ -1,0 +1,185 @@
+"""Entries in a Redis server: one pipelined round trip for all keys of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from mmcache.errors import ConfigError, DamagedEntryError, TierError
+from mmcache.tiers.entry import MAX_IDENTIFIER_BYTES, Entry, Key, join_entry, read_header, split_entry
+from mmcache.tiers.protocol import PutOutcome, StoredEntry, TierUsage
+from mmcache.tiers.remote import DEFAULT_LARGEST_ENTRY, key_prefix, remote_name
+
+__all__ = ["RedisTier", "connect"]
+
+_HEADER_LIMIT = MAX_IDENTIFIER_BYTES + 512
+_SCAN_PAGE = 256
+
+
+class RedisTier:
+    """A Redis server as a tier, shared by a fleet.
+
+    Values are bounded before they are read (`GETRANGE`, not `GET`), never unpickled, and expire `ttl_seconds` after
+    their last use. `maxmemory` with an `allkeys` policy is how the server keeps to its memory; entries that it evicted
+    are misses.
+
+    Args:
+        url: `redis://[user:password@]host:port/db`, or `rediss://` for TLS; options as the `redis` package knows them.
+        ttl_seconds: lifetime after the last use.
+        timeout: seconds for connecting and for each read or write of the socket.
+        largest_entry: bytes; larger entries are neither stored nor read.
+        one_trust_domain: all clients of the server trust each other, so that weak digests are acceptable.
+        pinned: read into page-locked memory, for fast copies to a GPU.
+        name: name for counters and events.
+
+    Raises:
+        ConfigError: a number is not positive, the URL cannot be read, or the `redis` package is missing.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        ttl_seconds: float = 86400.0,
+        timeout: float = 1.0,
+        largest_entry: int = DEFAULT_LARGEST_ENTRY,
+        one_trust_domain: bool = False,
+        pinned: bool = False,
+        name: str = "redis",
+    ) -> None:
+        for field, value in (("ttl_seconds", ttl_seconds), ("timeout", timeout), ("largest_entry", largest_entry)):
+            if value <= 0:
+                raise ConfigError("must be positive", field=field, found=value, expected="> 0")
+        self.name = name
+        self.shared = not one_trust_domain
+        self._ttl_ms = max(1, int(ttl_seconds * 1000))
+        self._largest = largest_entry
+        self._pinned = pinned
+        self._client, self._error = connect(url, timeout)
+        self._closed = False
+
+    def contains_many(self, keys: Sequence[Key]) -> dict[Key, int]:
+        """See `Tier`."""
+        sizes = self._run([("STRLEN", remote_name(key)) for key in keys])
+        return {key: size for key, size in zip(keys, sizes, strict=True) if isinstance(size, int) and size}
+
+    def get_many(self, keys: Sequence[Key]) -> dict[Key, Entry]:
+        """See `Tier`. A hit also renews the entry's lifetime, in the same round trip."""
+        commands: list[tuple[Any, ...]] = []
+        for key in keys:
+            name = remote_name(key)
+            commands += [("GETRANGE", name, 0, self._largest), ("PEXPIRE", name, self._ttl_ms)]
+        values = self._run(commands)[::2]
+        found = {}
+        for index, key in enumerate(keys):
+            value, values[index] = values[index], None  # one copy at a time beside the reply
+            if isinstance(value, Exception):  # a value of another type: no entry, and whoever decodes it will say so
+                found[key] = Entry(b"", split_entry(key, b"").payload)
+            elif value:
+                found[key] = split_entry(key, value, pinned=self._pinned)
+        return found
+
+    def put_many(self, entries: Mapping[Key, Entry]) -> PutOutcome:
+        """See `Tier`. Replaces."""
+        fitting = {key: entry for key, entry in entries.items() if entry.nbytes <= self._largest}
+        replies = self._run(
+            [("SET", remote_name(key), join_entry(entry), "PX", self._ttl_ms) for key, entry in fitting.items()]
+        )
+        stored = [key for key, reply in zip(fitting, replies, strict=True) if not isinstance(reply, Exception)]
+        if fitting and not stored:
+            raise TierError(f"nothing was stored: {replies[0]}", field=self.name)
+        return PutOutcome(frozenset(stored))
+
+    def remove_many(self, keys: Sequence[Key]) -> int:
+        """See `Tier`."""
+        return sum(reply for reply in self._run([("UNLINK", remote_name(key)) for key in keys]) if reply == 1)
+
+    def clear(self, namespace: str | None = None) -> int:
+        """See `Tier`."""
+        return sum(
+            sum(reply for reply in self._run([("UNLINK", name) for name in page]) if reply == 1)
+            for page in self._pages(key_prefix(namespace))
+        )
+
+    def scan(self) -> Iterator[StoredEntry]:
+        """See `Tier`."""
+        for page in self._pages(key_prefix()):
+            commands: list[tuple[Any, ...]] = []
+            for name in page:
+                commands += [("STRLEN", name), ("GETRANGE", name, 0, _HEADER_LIMIT)]
+            replies = self._run(commands)
+            for name, size, header in zip(page, replies[::2], replies[1::2], strict=True):
+                try:
+                    key = read_header(header).key if isinstance(header, bytes) else None
+                except DamagedEntryError:
+                    key = None
+                yield StoredEntry(name.decode(), key, size if isinstance(size, int) else 0)
+
+    def usage(self) -> TierUsage:
+        """See `Tier`. Memory is the whole server's, whoever else uses it; entries are not counted."""
+        try:
+            memory = self._client.info("memory")
+        except self._error as error:
+            raise TierError(f"the server failed: {error}", field=self.name) from error
+        return TierUsage(None, int(memory["used_memory"]), int(memory.get("maxmemory", 0)) or None)
+
+    def close(self) -> None:
+        """Close the connections; entries stay."""
+        self._closed = True
+        self._client.close()
+
+    def _pages(self, prefix: str) -> Iterator[list[bytes]]:
+        cursor = 0
+        while True:
+            self._check_open()
+            try:
+                cursor, page = self._client.scan(cursor, match=prefix + "*", count=_SCAN_PAGE)
+            except self._error as error:
+                raise TierError(f"the server failed: {error}", field=self.name) from error
+            if page:
+                yield page
+            if not cursor:
+                return
+
+    def _run(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        self._check_open()
+        if not commands:
+            return []
+        pipeline = self._client.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command)
+        try:
+            replies: list[Any] = pipeline.execute(raise_on_error=False)
+        except self._error as error:
+            raise TierError(f"the server failed: {error}", field=self.name) from error
+        return replies
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TierError("the tier is closed", field=self.name)
+
+
+def connect(url: str, timeout: float) -> tuple[Any, tuple[type[Exception], ...]]:
+    """A client, not connected yet, and the errors it raises. One attempt a command, and one more on a new connection.
+
+    Raises:
+        ConfigError: the URL cannot be read, or the `redis` package is missing.
+    """
+    try:
+        import redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+    except ImportError as error:
+        raise ConfigError("Redis needs an extra: pip install mmcache[redis]", field="redis") from error
+    try:
+        client = redis.Redis.from_url(
+            url,
+            socket_timeout=timeout,
+            socket_connect_timeout=timeout,
+            retry=Retry(NoBackoff(), 1),
+            decode_responses=False,
+        )
+    except ValueError as error:
+        # The URL may hold a password, so the message leaves it out
+        raise ConfigError("not a Redis URL", field="url", expected="redis:// or rediss://") from error
+    return client, (redis.RedisError, OSError)

@@ -1,0 +1,334 @@
+"""Several tiers as one store that is asked in order and never makes an engine wait, fail or use wrong rows.
+
+put ──► a queue for every tier ──► writer threads ──► tiers
+prefetch / fetch ──► the queues' rows ──► tier 0 ──► tier 1 ...      (reader threads; a deadline for each)
+                                           └─ a hit is promoted to the tiers before it
+known ──► what was learned of the tiers, no I/O
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+
+from torch import Tensor
+
+from mmcache.errors import ConfigError
+from mmcache.namespaces import Namespace, namespace_fingerprint, require_trusted_digests
+from mmcache.tiers.callbacks import Callbacks
+from mmcache.tiers.counters import Counters, TieredStats, TierStats
+from mmcache.tiers.entry import Expected, Key
+from mmcache.tiers.fetch import Ask, Fetch, OnDone
+from mmcache.tiers.knowledge import Knowledge
+from mmcache.tiers.pending import PendingRows
+from mmcache.tiers.protocol import Tier
+from mmcache.tiers.reader import Found, TierReader
+from mmcache.tiers.timers import Timers
+from mmcache.tiers.writer import TierWriter
+
+__all__ = ["OnEvent", "TieredStore"]
+
+_log = logging.getLogger("mmcache.tiers")
+
+_ASK_AGAIN_SECONDS = 1.0
+
+OnEvent = Callable[[str, str, str, str], None]
+"""Called with "stored" or "removed", the tier's name, the namespace fingerprint and the identifier."""
+
+
+class TieredStore:
+    """Rows by namespace and identifier, in tiers, fastest first.
+
+    No method but `fetch` and `flush` waits for anything, and none raises because of a tier: what a tier does not give
+    in time, or gives damaged, is missing. Rows that are given and that are returned are shared, not copied: nobody may
+    write to them afterwards. Make one store a process; threads do not survive a fork.
+
+    Args:
+        tiers: in the order in which they are asked; the store owns and closes them.
+        namespace: what all keys of this store live under.
+        deadline: seconds that each tier has to answer a look-up.
+        write_behind_bytes: bytes that may wait to be written to a tier, for each tier.
+        on_event: called on the store's threads, outside its locks; exceptions are counted and logged.
+
+    Raises:
+        ConfigError: no tiers, two of one name, a number that is not positive, or a namespace that a shared tier
+            refuses.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        *,
+        namespace: str | Namespace,
+        deadline: float = 1.0,
+        write_behind_bytes: int = 256 << 20,
+        on_event: OnEvent | None = None,
+    ) -> None:
+        names = [tier.name for tier in tiers]
+        if not names or len(set(names)) != len(names):
+            raise ConfigError("tiers need names of their own", field="tiers", found=names, expected="one or more")
+        for field, value in (("deadline", deadline), ("write_behind_bytes", write_behind_bytes)):
+            if value <= 0:
+                raise ConfigError("must be positive", field=field, found=value, expected="> 0")
+        for tier in tiers:
+            if tier.shared:
+                require_trusted_digests(namespace, store=f"tier {tier.name!r}")
+        self.namespace = namespace
+        namespace_fingerprint(namespace)  # a namespace of the wrong type is an error now
+        self._on_event = on_event
+        self._counters = Counters()
+        self._callbacks = Callbacks("mmcache-tiers-callbacks", self._counters)
+        self._timers = Timers("mmcache-tiers-timers")
+        self._lanes = [self._lane(tier, deadline, write_behind_bytes) for tier in tiers]
+        self._closed = False
+
+    def key(self, identifier: str, *, salt: str | None = None, adapter: str | None = None) -> Key:
+        """The key of a content identifier under this store's namespace and a request's salt and adapter."""
+        return Key(namespace_fingerprint(self.namespace, salt=salt, adapter=adapter), identifier)
+
+    # -- the scheduler's side: never waits
+
+    def known(self, keys: Iterable[Key]) -> set[Key]:
+        """Which keys are very likely to be found by a fetch, as far as is known here; no I/O, no lock.
+
+        A key that is not in the answer may be stored all the same (`learn`); one that is may be gone when fetched.
+        """
+        keys = tuple(keys)
+        return {key for lane in self._lanes for key in lane.offered(keys)}
+
+    def learn(self, keys: Sequence[Key]) -> None:
+        """Ask all tiers, in the background and in one batch each, which keys they hold; `known` answers later."""
+        for lane in self._lanes:
+            unasked = set(keys).difference(lane.offered(keys), lane.asked.held(keys))
+            if unasked and not self._closed:
+                lane.asked.add(unasked)
+                lane.reader.learn(list(unasked))
+
+    def prefetch(self, keys: Iterable[Key] | Mapping[Key, Expected | None], on_done: OnDone | None = None) -> Fetch:
+        """Start fetching, in the background; tiers are asked in order, each once for all keys.
+
+        Args:
+            keys: what to fetch, with what the rows must be where that is known.
+            on_done: called once, on a thread of the store, with everything that was found; not called when cancelled.
+        """
+        expected = dict(keys) if isinstance(keys, Mapping) else dict.fromkeys(keys)
+        fetch = Fetch(expected, on_done, self._cancel)
+        self._counters.add(lookups=len(expected))
+        waiting = self._waiting_rows(expected)
+        self._counters.add(queue_hits=len(waiting))
+        fetch.deliver(waiting)
+        self._advance(fetch)
+        return fetch
+
+    def put(self, key: Key, rows: Tensor, *, levels: int = 1) -> None:
+        """Write rows to all tiers, behind the caller's back; dropped where a queue is full.
+
+        Args:
+            key: what they are stored under.
+            rows: `[num_embeds, width]`, a floating dtype, on any device; kept alive until they are written, beside
+                whatever budget they lived under.
+            levels: into how many equal levels the width divides (DeepStack models).
+        """
+        self._counters.add(puts=1)
+        if self._closed or rows.ndim != 2 or not rows.is_floating_point():
+            self._counters.add(refused=1)
+            return
+        lanes = [lane for lane in self._lanes if not lane.offered((key,))]
+        if lanes:
+            pending = PendingRows(key, rows.detach(), levels=levels)
+            for lane in lanes:
+                lane.writer.put(pending)
+
+    def remove(self, keys: Iterable[Key]) -> None:
+        """Remove rows from all tiers. They are not found any more from now on; tiers that are down take it later."""
+        keys = list(keys)
+        for lane in self._lanes:
+            lane.writer.remove(keys)
+
+    def clear(self, fingerprint: str) -> None:
+        """Remove everything under a namespace fingerprint (`Key.namespace`), whoever stored it; as `remove` else."""
+        for lane in self._lanes:
+            lane.writer.clear(fingerprint)
+
+    def stats(self) -> TieredStats:
+        """All counters."""
+        counts = self._counters.read()
+        return TieredStats(
+            counts["lookups"],
+            counts["queue_hits"],
+            counts["misses"],
+            counts["puts"],
+            counts["refused"],
+            counts["listener_errors"],
+            tuple(lane.stats() for lane in self._lanes),
+        )
+
+    # -- the worker's side
+
+    def fetch(
+        self, keys: Iterable[Key] | Mapping[Key, Expected | None], timeout: float | None = None
+    ) -> dict[Key, Tensor]:
+        """Rows of those keys that are found within `timeout` seconds (None: within the tiers' deadlines).
+
+        Returns:
+            rows by key, `[num_embeds, width]`, on the CPU unless they still wait to be written. What is not in it is
+            missing: encode it.
+        """
+        fetch = self.prefetch(keys)
+        found = fetch.wait(timeout)
+        fetch.cancel()
+        return found
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until what was put and removed so far is in the tiers, or dropped; False if `timeout` seconds do not
+        suffice."""
+        end = None if timeout is None else time.monotonic() + timeout
+        done = [lane.writer.flush(None if end is None else max(0.0, end - time.monotonic())) for lane in self._lanes]
+        return all(done)
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Flush, stop all threads and close the tiers, within about `timeout` seconds. Idempotent.
+
+        A tier in which a thread hangs is left alone; its thread does not keep the process alive.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        end = time.monotonic() + timeout
+        self.flush(timeout)
+        for lane in self._lanes:
+            left = max(0.1, end - time.monotonic())
+            stopped = lane.reader.close(left)
+            if lane.writer.close(max(0.1, end - time.monotonic())) and stopped:
+                lane.tier.close()
+            else:
+                _log.warning("tier %s hangs and is not closed", lane.tier.name)
+        self._timers.close()
+        self._callbacks.close(max(0.1, end - time.monotonic()))
+
+    def __enter__(self) -> TieredStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- inside
+
+    def _lane(self, tier: Tier, deadline: float, write_behind_bytes: int) -> _Lane:
+        counters, knowledge = Counters(), Knowledge()
+        reader = TierReader(
+            tier,
+            deadline=deadline,
+            knowledge=knowledge,
+            counters=counters,
+            timers=self._timers,
+            on_answer=self._answered,
+            on_expired=lambda ask, fetch: self._advance(fetch),
+            on_lost=lambda keys: self._tell("removed", tier.name, keys),
+        )
+        writer = TierWriter(
+            tier,
+            capacity_bytes=write_behind_bytes,
+            knowledge=knowledge,
+            counters=counters,
+            on_stored=lambda keys: self._tell("stored", tier.name, keys),
+            on_removed=lambda keys: self._tell("removed", tier.name, keys),
+        )
+        return _Lane(tier, reader, writer, knowledge, counters)
+
+    def _waiting_rows(self, expected: Mapping[Key, Expected | None]) -> dict[Key, Tensor]:
+        found = {}
+        for lane in self._lanes:
+            if not lane.writer.idle:
+                for key, wanted in expected.items():
+                    pending = lane.writer.queued(key)
+                    if pending is not None and (wanted is None or wanted.fits(pending.rows)):
+                        found[key] = pending.rows
+        return found
+
+    def _advance(self, fetch: Fetch) -> None:
+        """Put the fetch's next question, or end it. Called by whoever settled its last one."""
+        while not fetch.done:
+            missing = fetch.missing()
+            if not missing or fetch.cancelled or self._closed or fetch.stage == len(self._lanes):
+                self._end(fetch)
+                return
+            stage = fetch.stage
+            fetch.stage += 1
+            lane = self._lanes[stage]
+            keys = [key for key in missing if not lane.writer.blocks(key)] if lane.reader.breaker.closed else []
+            lane.counters.add(skipped=len(missing) - len(keys))
+            if keys:
+                ask = Ask(fetch, keys, stage)
+                fetch.ask = ask
+                lane.reader.submit(ask)
+                return
+
+    def _answered(self, ask: Ask, fetch: Fetch, found: Found, damaged: Sequence[Key]) -> None:
+        fetch.deliver({key: rows for key, (rows, _) in found.items()})
+        if damaged:
+            self._lanes[ask.stage].writer.remove(damaged)
+        for lane in self._lanes[: ask.stage]:
+            for key, (rows, entry) in found.items():
+                lane.writer.put(PendingRows(key, rows, entry=entry), promoted=True)
+        self._advance(fetch)
+
+    def _cancel(self, fetch: Fetch) -> None:
+        ask = fetch.ask
+        if ask is not None and self._lanes[ask.stage].reader.cancel(ask):
+            self._end(fetch)  # else whoever settled the ask is about to find the fetch cancelled
+
+    def _end(self, fetch: Fetch) -> None:
+        if fetch.finish():
+            self._counters.add(misses=len(fetch.missing()))
+            if fetch.on_done is not None and not fetch.cancelled:
+                self._callbacks.call(fetch.on_done, fetch.wait(0))
+
+    def _tell(self, kind: str, tier: str, keys: Sequence[Key]) -> None:
+        if self._on_event is not None:
+            for key in keys:
+                self._callbacks.call(self._on_event, kind, tier, key.namespace, key.identifier)
+
+
+class _Lane:
+    """A tier with its two threads."""
+
+    __slots__ = ("asked", "counters", "knowledge", "reader", "tier", "writer")
+
+    def __init__(
+        self, tier: Tier, reader: TierReader, writer: TierWriter, knowledge: Knowledge, counters: Counters
+    ) -> None:
+        self.tier = tier
+        self.reader = reader
+        self.writer = writer
+        self.knowledge = knowledge
+        self.counters = counters
+        self.asked = Knowledge(seconds=_ASK_AGAIN_SECONDS)
+
+    def offered(self, keys: Sequence[Key]) -> list[Key]:
+        """The keys that a fetch would very likely find here now. Takes no lock."""
+        found = list(self.knowledge.held(keys)) if self.reader.breaker.closed else []
+        writer = self.writer
+        if not writer.idle:
+            found = [key for key in found if not writer.blocks(key)]
+            found += [key for key in keys if writer.queued(key) is not None]
+        return found
+
+    def stats(self) -> TierStats:
+        """This tier's counters."""
+        counts = self.counters.read()
+        names = (
+            "asked hits misses damaged errors timeouts cancelled skipped stored dropped promoted removed bytes_read "
+            "bytes_written opened"
+        )
+        return TierStats(
+            name=self.tier.name,
+            closed=self.reader.breaker.closed,
+            queued_bytes=self.writer.queued_bytes,
+            reasons={name.removeprefix("damaged_"): n for name, n in counts.items() if name.startswith("damaged_")},
+            **{name: counts[name] for name in names.split()},
+        )

@@ -1,0 +1,259 @@
+"""The writing side of one tier: a queue bounded in bytes, and a thread that empties it into the tier.
+
+Nobody waits for it. What does not fit into the queue is dropped: a cache that was not filled is slower, not wrong.
+Removals are never dropped: until the tier has taken one, its key is not read from there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from threading import Condition, Thread
+
+from mmcache.errors import MMCacheError, TierError
+from mmcache.tiers.breaker import CircuitBreaker
+from mmcache.tiers.counters import Counters
+from mmcache.tiers.entry import Entry, Key
+from mmcache.tiers.knowledge import Knowledge
+from mmcache.tiers.pending import PendingRows
+from mmcache.tiers.protocol import Tier
+
+__all__ = ["TierWriter"]
+
+_log = logging.getLogger("mmcache.tiers")
+_ENTRIES_A_CALL = 32
+_BYTES_A_CALL = 64 << 20
+
+
+class TierWriter:
+    """Writes to a tier on a thread of its own.
+
+    Args:
+        tier: the tier.
+        capacity_bytes: bytes that may wait, those that are being written included.
+        knowledge: what is known of the tier's contents; kept up to date.
+        counters: counters of the tier.
+        on_stored: called with keys that are new in the tier.
+        on_removed: called with keys that were known and are gone.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        *,
+        capacity_bytes: int,
+        knowledge: Knowledge,
+        counters: Counters,
+        on_stored: Callable[[Sequence[Key]], None],
+        on_removed: Callable[[Sequence[Key]], None],
+    ) -> None:
+        self._breaker = CircuitBreaker(retry_seconds=0.5)
+        self._tier = tier
+        self._capacity = capacity_bytes
+        self._knowledge = knowledge
+        self._counters = counters
+        self._on_stored = on_stored
+        self._on_removed = on_removed
+        self._condition = Condition()
+        self._puts: deque[Key] = deque()
+        self._queued: dict[Key, _Item] = {}
+        self._bytes = 0
+        self._removals: dict[Key, None] = {}
+        self._clears: dict[str | None, None] = {}
+        self._busy = False
+        self._stopping = False
+        self._warned = False
+        self._thread = Thread(target=self._run, name=f"mmcache-{tier.name}-write", daemon=True)
+        self._thread.start()
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that wait or are being written."""
+        return self._bytes
+
+    def queued(self, key: Key) -> PendingRows | None:
+        """The rows of a key that wait here, or None. Takes no lock."""
+        item = self._queued.get(key)
+        return item.pending if item is not None else None
+
+    @property
+    def idle(self) -> bool:
+        """Nothing waits: neither rows nor removals. Takes no lock."""
+        return not (self._queued or self._removals or self._clears)
+
+    def blocks(self, key: Key) -> bool:
+        """Whether the key is to be removed and may still be there. Takes no lock."""
+        return key in self._removals or key.namespace in self._clears or None in self._clears
+
+    def put(self, pending: PendingRows, *, promoted: bool = False) -> bool:
+        """Queue rows; False if they are dropped. Never waits for the tier."""
+        key = pending.key
+        with self._condition:
+            if key in self._queued or (key in self._knowledge and not self.blocks(key)):
+                return True
+            fits = not self._stopping and self._breaker.allows and self._bytes + pending.nbytes <= self._capacity
+            if fits:
+                self._bytes += pending.nbytes
+                self._queued[key] = _Item(pending, promoted)
+                self._puts.append(key)
+                self._condition.notify()
+        if not fits:
+            self._counters.add(dropped=1)
+        return fits
+
+    def remove(self, keys: Sequence[Key]) -> None:
+        """Queue removals, ahead of everything; from now on the keys are not read from the tier."""
+        with self._condition:
+            for key in keys:
+                self._forget(key)
+                self._removals[key] = None
+            self._condition.notify()
+        self._report_removed(self._knowledge.discard(keys))
+
+    def clear(self, namespace: str | None) -> None:
+        """Queue the removal of a namespace (None: of everything)."""
+        with self._condition:
+            for key in [key for key in self._queued if namespace in (None, key.namespace)]:
+                self._forget(key)
+            self._clears[namespace] = None
+            self._condition.notify()
+        self._report_removed(self._knowledge.discard_namespace(namespace))
+
+    def flush(self, timeout: float | None) -> bool:
+        """Wait until nothing waits or is being written; False if that takes longer than `timeout` seconds."""
+        with self._condition:
+            return self._condition.wait_for(lambda: self.idle and not self._busy, timeout)
+
+    def close(self, timeout: float) -> bool:
+        """Stop without what waits; False if the thread hangs in the tier."""
+        with self._condition:
+            self._stopping = True
+            self._drop_all()
+            self._condition.notify_all()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                self._busy = False
+                self._condition.notify_all()
+                while not self._stopping and not self._ready():
+                    self._condition.wait(self._breaker.probe_due())
+                if self._stopping:
+                    return
+                self._busy = True
+                removals, clears = list(self._removals), list(self._clears)
+                batch = [] if removals or clears else self._take_batch()
+            try:
+                if removals or clears:
+                    self._remove(removals, clears)
+                else:
+                    self._put(batch)
+            except Exception as error:  # a tier that raises anything else is as broken, and must not end the thread
+                self._failed(error)
+            else:
+                self._breaker.success()
+                self._warned = False
+
+    def _ready(self) -> bool:
+        if self._breaker.allows:
+            return bool(self._queued) or self._has_removals()
+        self._drop_all()
+        return False
+
+    def _has_removals(self) -> bool:
+        return bool(self._removals or self._clears)
+
+    def _take_batch(self) -> list[_Item]:
+        batch: list[_Item] = []
+        size = 0
+        while self._puts and len(batch) < _ENTRIES_A_CALL and size < _BYTES_A_CALL:
+            item = self._queued.get(self._puts.popleft())
+            if item is not None and not item.writing:  # else it was removed, or removed and put again
+                item.writing = True
+                batch.append(item)
+                size += item.pending.nbytes
+        return batch
+
+    def _put(self, batch: list[_Item]) -> None:
+        entries: dict[Key, Entry] = {}
+        stored: frozenset[Key] = frozenset()
+        try:
+            for item in batch:
+                try:
+                    entries[item.pending.key] = item.pending.entry()
+                except (
+                    MMCacheError,
+                    RuntimeError,
+                ) as error:  # RuntimeError: torch has no memory for the host copy, say
+                    _log.warning("rows of %s cannot be stored: %s", item.pending.key.identifier, error)
+            if entries:
+                outcome = self._tier.put_many(entries)
+                stored = outcome.stored
+                self._on_stored(self._knowledge.add(stored))
+                self._report_removed(self._knowledge.discard(outcome.evicted))
+        finally:
+            self._counters.add(
+                stored=len(stored),
+                promoted=sum(item.promoted for item in batch if item.pending.key in stored),
+                bytes_written=sum(entries[key].nbytes for key in stored),
+                dropped=len(batch) - len(stored),
+            )
+            with self._condition:
+                for item in batch:
+                    if self._queued.get(item.pending.key) is item:
+                        del self._queued[item.pending.key]
+                    self._bytes -= item.pending.nbytes
+
+    def _remove(self, removals: list[Key], clears: list[str | None]) -> None:
+        removed = 0
+        for namespace in clears:
+            removed += self._tier.clear(namespace)
+        if removals:
+            removed += self._tier.remove_many(removals)
+        self._counters.add(removed=removed)
+        with self._condition:
+            for key in removals:
+                self._removals.pop(key, None)
+            for namespace in clears:
+                self._clears.pop(namespace, None)
+        # A put that was under way when the removal was asked for has made its keys known again
+        gone = self._knowledge.discard(removals)
+        for namespace in clears:
+            gone += self._knowledge.discard_namespace(namespace)
+        self._report_removed(gone)
+
+    def _failed(self, error: Exception) -> None:
+        if not self._warned:
+            self._warned = True
+            _log.warning("tier %s takes no writes, they are dropped until it does: %s", self._tier.name, error)
+        if not isinstance(error, TierError):
+            _log.error("tier %s: unexpected error", self._tier.name, exc_info=error)
+        if self._breaker.failure():
+            self._counters.add(opened=1)
+
+    def _forget(self, key: Key) -> None:
+        item = self._queued.pop(key, None)
+        if item is not None and not item.writing:
+            self._bytes -= item.pending.nbytes
+            self._counters.add(dropped=1)
+
+    def _drop_all(self) -> None:
+        for key in [key for key, item in self._queued.items() if not item.writing]:
+            self._forget(key)
+        self._puts.clear()
+
+    def _report_removed(self, keys: Sequence[Key]) -> None:
+        if keys:
+            self._on_removed(keys)
+
+
+class _Item:
+    __slots__ = ("pending", "promoted", "writing")
+
+    def __init__(self, pending: PendingRows, promoted: bool) -> None:
+        self.pending = pending
+        self.promoted = promoted
+        self.writing = False
