@@ -20,8 +20,10 @@ hurt or break on a real device is written down with the file and line of the cal
 - `sim.moves`: every copy between devices: bytes, direction, `non_blocking`, whether the host side was pinned
   (`pin_memory()`, `pin_memory=True` and `.is_pinned()` work), and `.blocks`: whether the host would have waited.
   Building a device tensor from Python data (`torch.tensor([1], device=...)`) is such a move.
+- `sim.name(t, "grid")` follows a value: records name in `.origins` what the tensors they are about were computed from,
+  and `sim.touched` holds the names whose values any operation took.
 - `sim.clear()` forgets the records; `sim.device_of(t)` tells the device of a tensor outside the block as well;
-  `sim.pin(t)` is a copy in pinned memory, for setting a test up.
+  `sim.pin(t)` is a copy in pinned memory and `sim.adopt(t)` labels a tensor in place, for setting a test up.
 
 Each record has `.op`, `.where` (file, line, function of the innermost caller outside PyTorch) and more, see `HostRead`,
 `Mix` and `Move`. A label belongs to a tensor's storage, so views share it. All tensors are plain `torch.Tensor`s, so

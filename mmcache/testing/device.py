@@ -48,10 +48,11 @@ class SimulatedDevice:
         operators.__exit__(*exc)  # type: ignore[no-untyped-call]
 
     def clear(self) -> None:
-        """Forget what was recorded; labels stay."""
+        """Forget what was recorded; labels and names stay."""
         self.host_reads.clear()
         self.mixes.clear()
         self.moves.clear()
+        self._recorder.origins.touched.clear()
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of `tensor` that lies on the device; nothing is recorded."""
@@ -59,6 +60,21 @@ class SimulatedDevice:
             copy = tensor.detach().clone()
             self._recorder.labels.put(copy, self.device)
             return copy
+
+    def adopt(self, tensor: torch.Tensor) -> None:
+        """Let `tensor`, a dense CPU tensor, pass for one of the device while the block lasts, without a copy."""
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            self._recorder.labels.put(tensor, self.device)
+
+    def name(self, tensor: torch.Tensor, name: str) -> None:
+        """Follow a value: whatever is computed from `tensor` says so in the `origins` of records."""
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            self._recorder.origins.add(tensor, frozenset((name,)))
+
+    @property
+    def touched(self) -> frozenset[str]:
+        """Names whose values an operation took or the host looked at (the shape of a tensor is not its value)."""
+        return frozenset(self._recorder.origins.touched)
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of `tensor` in what passes for pinned host memory; nothing is recorded."""

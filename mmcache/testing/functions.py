@@ -161,6 +161,7 @@ def _deepcopy(sim: Recorder, func: Any, args: Sequence[Any], kwargs: dict[str, A
     with _disable_current_modes():
         copy: torch.Tensor = func(*args, **kwargs)
     sim.labels.put(copy, sim.labels.device(args[0]))
+    sim.origins.add(copy, sim.origins.of(args[0]))
     return copy
 
 

@@ -63,11 +63,29 @@ class Operators(TorchDispatchMode):
             sim.read(name, given[0])
         before = {tensor.untyped_storage()._cdata for tensor in given if tensor.layout == torch.strided}
         result = func(*args, **kwargs)
+        if sim.origins:
+            self._inherit(func, args, kwargs, given, result)
         if device != CPU:
             for tensor in tensors_in((result,)):
                 if tensor.layout == torch.strided and tensor.untyped_storage()._cdata not in before:
                     labels.put(tensor, device)
         return result
+
+    def _inherit(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], given: Sequence[torch.Tensor], result: Any
+    ) -> None:
+        """What is computed, or written to, carries the names of what went in."""
+        names = self.sim.origins.of_all(given)
+        if not names:
+            return
+        self.sim.origins.touched |= names
+        written = [
+            args[i] if i < len(args) else kwargs.get(a.name)
+            for i, a in enumerate(func._schema.arguments)
+            if a.alias_info is not None and a.alias_info.is_write
+        ]
+        for tensor in tensors_in((result, written)):
+            self.sim.origins.add(tensor, names)
 
     def _copied(self, args: Sequence[Any], kwargs: dict[str, Any], devices: Sequence[torch.device]) -> None:
         target, source = devices[0], devices[1] if len(devices) > 1 else devices[0]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mmcache.testing.labels import CPU, Labels
+from mmcache.testing.origins import Origins
 from mmcache.testing.records import HostRead, Mix, Move, Where
 
 __all__ = ["Recorder", "tensors_in"]
@@ -34,6 +35,7 @@ class Recorder:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.labels = Labels()
+        self.origins = Origins()
         self.ambient = CPU
         self.host_reads: list[HostRead] = []
         self.mixes: list[Mix] = []
@@ -49,14 +51,17 @@ class Recorder:
     def read(self, op: str, tensor: torch.Tensor) -> None:
         """The host reads `tensor`; of note if that is on the device."""
         device = self.labels.device(tensor)
+        origins = self.origins.of(tensor)
+        self.origins.touched |= origins
         if device != CPU:
-            self.host_reads.append(HostRead(op, device, tuple(tensor.shape), tensor.dtype, Where.caller()))
+            self.host_reads.append(HostRead(op, device, tuple(tensor.shape), tensor.dtype, Where.caller(), origins))
 
     def mixed(self, op: str, tensors: Iterable[torch.Tensor]) -> None:
         """An operation was given `tensors`, which lie on several devices."""
         given = tuple(tensors)
         devices = tuple(map(self.labels.device, given))
-        self.mixes.append(Mix(op, devices, tuple(tuple(t.shape) for t in given), Where.caller()))
+        origins = tuple(map(self.origins.of, given))
+        self.mixes.append(Mix(op, devices, tuple(tuple(t.shape) for t in given), Where.caller(), origins))
 
     def moved(
         self,
@@ -75,7 +80,8 @@ class Recorder:
         direct = origin.dtype == result.dtype and host.is_contiguous()
         crossing = origin if target == CPU else result
         nbytes = origin.numel() * crossing.element_size()
-        move = Move(op, source, target, nbytes, not wait, direct and self.labels.pinned(host), Where.caller())
+        origins = self.origins.of(origin)
+        move = Move(op, source, target, nbytes, not wait, direct and self.labels.pinned(host), Where.caller(), origins)
         self.moves.append(move)
         if target == CPU and move.blocks:
-            self.host_reads.append(HostRead(op, source, tuple(origin.shape), origin.dtype, move.where))
+            self.host_reads.append(HostRead(op, source, tuple(origin.shape), origin.dtype, move.where, origins))

@@ -39,7 +39,7 @@ class HostRead:
     """The host needed a value of a device tensor, so on a real device it would have waited for the device.
 
     `op` is the operation (`item`, `tolist`, `nonzero`, `index` with a mask ...); `shape` and `dtype` are those of the
-    tensor that was read.
+    tensor that was read, `origins` the names (see `SimulatedDevice.name`) of what it was computed from.
     """
 
     op: str
@@ -47,24 +47,29 @@ class HostRead:
     shape: tuple[int, ...]
     dtype: torch.dtype
     where: Where
+    origins: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
     """One operation was given tensors of several devices; a real device would have raised.
 
-    `devices` and `shapes` are of the tensor arguments, in order.
+    `devices`, `shapes` and `origins` (names of what each was computed from) are of the tensor arguments, in order.
     """
 
     op: str
     devices: tuple[torch.device, ...]
     shapes: tuple[tuple[int, ...], ...]
     where: Where
+    origins: tuple[frozenset[str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Bytes went from one device to another. `pinned`: the side on the host lay in pinned memory."""
+    """Bytes went from one device to another.
+
+    `pinned`: the side on the host lay in pinned memory; `origins`: names of what the tensor was computed from.
+    """
 
     op: str
     source: torch.device
@@ -73,6 +78,7 @@ class Move:
     non_blocking: bool
     pinned: bool
     where: Where
+    origins: frozenset[str] = frozenset()
 
     @property
     def blocks(self) -> bool:
