@@ -1,3 +1,86 @@
-"""mmcache: a prefix-cache-aware cache for multimodal inputs."""
+"""mmcache: a prefix-cache-aware cache for the multimodal inputs of LLM serving engines.
 
-from mmcache.errors import *  # noqa: F403
+For every image, video and audio clip of a request it says which tensors the model still needs, and where; see
+`MultimodalCache`. The rooms of the package, from the bottom: `errors`, `fields`, `testing`; `items`, `hashing`,
+`policies`, `namespaces`, `stats`; `planning`, `prefix`, `features`, `tiers`, `models`; `ledger`, `store`, `transfer`,
+`merge`; `cache`, `ipc`; `engines`, `audit`; `replay`, `cli`. A room imports from rooms below it or beside it.
+"""
+
+from mmcache.cache import CacheConfig, Lookup, MultimodalCache
+from mmcache.errors import (
+    ConfigError,
+    ContentConflictError,
+    EmbeddingError,
+    FieldError,
+    MissingContentError,
+    MMCacheError,
+    PlaceholderError,
+    ReleasedError,
+    RequestError,
+    SelfWaitError,
+    UnhashableContentError,
+    UnknownClientIdError,
+    UnresolvedItemError,
+    UnsupportedError,
+    WaitTimeoutError,
+    WindowError,
+)
+from mmcache.features import FeatureCache
+from mmcache.fields import FieldConfig, ItemFields, join_fields, split_fields
+from mmcache.items import MultimodalItem, MultimodalRequest, PlaceholderRange
+from mmcache.ledger import EncoderLedger
+from mmcache.merge import MergePlan, merge_embeddings
+from mmcache.namespaces import Namespace
+from mmcache.planning import FieldAction, ItemStatus, PlanBytes, Progress, StepPlan
+from mmcache.policies import make_policy
+from mmcache.prefix import PrefixIndex, PrefixMatch, block_keys
+from mmcache.stats import CacheStats
+from mmcache.store import EmbeddingStore, StoreReport
+
+__all__ = [
+    "CacheConfig",
+    "CacheStats",
+    "ConfigError",
+    "ContentConflictError",
+    "EmbeddingError",
+    "EmbeddingStore",
+    "EncoderLedger",
+    "FeatureCache",
+    "FieldAction",
+    "FieldConfig",
+    "FieldError",
+    "ItemFields",
+    "ItemStatus",
+    "Lookup",
+    "MMCacheError",
+    "MergePlan",
+    "MissingContentError",
+    "MultimodalCache",
+    "MultimodalItem",
+    "MultimodalRequest",
+    "Namespace",
+    "PlaceholderError",
+    "PlaceholderRange",
+    "PlanBytes",
+    "PrefixIndex",
+    "PrefixMatch",
+    "Progress",
+    "ReleasedError",
+    "RequestError",
+    "SelfWaitError",
+    "StepPlan",
+    "StoreReport",
+    "UnhashableContentError",
+    "UnknownClientIdError",
+    "UnresolvedItemError",
+    "UnsupportedError",
+    "WaitTimeoutError",
+    "WindowError",
+    "block_keys",
+    "join_fields",
+    "make_policy",
+    "merge_embeddings",
+    "split_fields",
+]
+
+__version__ = "0.1.0"

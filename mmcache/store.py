@@ -146,6 +146,10 @@ class EmbeddingStore:
             check_rows(rows, planned[index].num_rows, plan.request_id, index)
         return {index: self.put(planned[index].handle, rows, copy=copy) for index, rows in embeddings.items()}
 
+    def report(self) -> StoreReport:
+        """All that is held, for `EncoderLedger.reconcile`."""
+        return StoreReport(self._ledger_id or "", self.epoch, self.handles(), ())
+
     def rows(self, plan: StepPlan, index: int) -> Tensor:
         """The rows `[num_rows, width]` of a planned item.
 

@@ -8,17 +8,21 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import TypeAlias
 
+from mmcache.errors import ReleasedError
 from mmcache.items import MultimodalRequest
 from mmcache.ledger.budget import Budget
 from mmcache.ledger.records import READY, RESERVED, Entry, PinnedMatch, Session, Tally, Ticket
 from mmcache.ledger.snapshots import bytes_of, plan_of
 from mmcache.ledger.table import EntryTable
-from mmcache.planning import ItemStatus, Progress, StepPlan, covered_beyond, needed_items
+from mmcache.planning import ItemStatus, Progress, StepPlan, check_window, covered_beyond, needed_items
 from mmcache.policies import EvictionPolicy, QueueAwarePolicy
 from mmcache.stats import CacheStats
 
 __all__ = ["EncoderLedger"]
+
+Step: TypeAlias = Ticket | StepPlan
 
 _STATUS_ORDER = (ItemStatus.COVERED, ItemStatus.STORED, ItemStatus.IN_FLIGHT, ItemStatus.MISSING, ItemStatus.LATER)
 _BYTES_ORDER = ("covered", "stored", "in_flight", "transfer", "later", "kept_on_cpu")
@@ -28,8 +32,8 @@ class EncoderLedger:
     """Bytes, pins and reservations of encoder outputs: the one authority, without a tensor.
 
     Thread-safe. Every method takes the lock once, for microseconds, and calls nobody while it holds it. Engines whose
-    workers are other processes send them `plan(ticket)` and report back with `settle` and `reconcile`; engines of one
-    process use `MultimodalCache`, which does that.
+    workers are other processes send them each `plan`, and report back with `settle` and `reconcile`; engines of one
+    process use `MultimodalCache`, which does that with an `EmbeddingStore` at hand.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class EncoderLedger:
         self._lock = threading.Lock()
         self._sessions: dict[str, Session] = {}
         self._queue: dict[str, tuple[int, list[Hashable]]] = {}
+        self._plans: dict[int, Ticket] = {}
         self._next_position = 0
         self._next_plan = 0
         self._worker_epochs: dict[Hashable, str] = {}
@@ -123,13 +128,46 @@ class EncoderLedger:
             self._wake()
         return ticket
 
-    def plan(self, ticket: Ticket) -> StepPlan:
-        """The lookup as a message for workers; carries the handles to drop, once, with the first plan asked for."""
+    def plan(
+        self,
+        request: MultimodalRequest,
+        *,
+        num_computed_tokens: int,
+        num_scheduled_tokens: int | None = None,
+        needed_from: int | None = None,
+        lookahead: int = 0,
+    ) -> StepPlan:
+        """Decide about a step of a request, as a message for workers; arguments as in `MultimodalCache.lookup`.
+
+        The plan names the handles to drop, each in one plan only: send every plan to every worker, in order.
+        The step stays open until `release`.
+
+        Raises:
+            WindowError: a bound lies outside the request's tokens.
+        """
+        end, needed_from = check_window(request, num_computed_tokens, num_scheduled_tokens, needed_from, lookahead)
+        ticket = self.open(request, num_computed_tokens, end, needed_from, lookahead)
+        with self._lock:
+            self._plans[ticket.plan_id] = ticket
+        return self.refresh(ticket)
+
+    def refresh(self, step: Step) -> StepPlan:
+        """The plan as things stand now, for instance after `poll` told of items that became its own to encode."""
+        ticket = self._ticket(step)
         with self._lock:
             drop = tuple(entry.handle for entry in self._take_drops())
-            if ticket.plan is None or drop:
-                ticket.plan = plan_of(self._table, ticket, drop)
+            ticket.plan = plan_of(self._table, ticket, drop)
             return ticket.plan
+
+    def _ticket(self, step: Step) -> Ticket:
+        if isinstance(step, Ticket):
+            return step
+        ticket = self._plans.get(step.plan_id) if step.ledger_id == self.ledger_id else None
+        if ticket is None or ticket.released:
+            raise ReleasedError(
+                "the plan is not open in this ledger", request_id=step.request_id, found=f"plan {step.plan_id}"
+            )
+        return ticket
 
     def snapshot(self, ticket: Ticket) -> StepPlan:
         """The lookup's plan as it was decided, without handles to drop."""
@@ -178,14 +216,15 @@ class EncoderLedger:
                     self._table.size(entry, nbytes, may_evict=True)
             return self._take_drops()
 
-    def settle(self, ticket: Ticket, sizes: Mapping[int, int], seconds: float | None = None) -> None:
+    def settle(self, step: Step, sizes: Mapping[int, int], seconds: float | None = None) -> None:
         """The rows of these items are stored under the handles of their entries: whoever waits has them now.
 
         Args:
-            ticket: the lookup that encoded them; items that it does not own (any more) are passed over.
+            step: the lookup or plan that encoded them; items that it does not own (any more) are passed over.
             sizes: item index to bytes of its rows.
             seconds: what encoding all of them took, if measured.
         """
+        ticket = self._ticket(step)
         rows = ticket.request._num_rows
         total = sum(rows[index] for index in sizes) or 1
         with self._lock:
@@ -195,12 +234,15 @@ class EncoderLedger:
                     self._table.publish(entry, nbytes, None if seconds is None else seconds * rows[index] / total)
         self._wake()
 
-    def release(self, ticket: Ticket) -> bool:
+    def release(self, step: Step) -> bool:
         """End a step: give up what is still to be encoded or awaited; the request's pins stay. Idempotent.
 
         Returns:
             Whether it was open.
         """
+        ticket = step if isinstance(step, Ticket) else self._plans.get(step.plan_id)
+        if ticket is None:
+            return False
         with self._lock:
             if ticket.released:
                 return False
@@ -212,6 +254,8 @@ class EncoderLedger:
 
     def _close(self, ticket: Ticket) -> None:
         ticket.released = True
+        if self._plans:
+            self._plans.pop(ticket.plan_id, None)
         self._count(ticket)
         if ticket.unsettled:
             for entry in ticket.unsettled:
@@ -403,8 +447,9 @@ class EncoderLedger:
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 
-    def poll(self, ticket: Ticket) -> Progress:
-        """What has changed for the lookup since the last time; takes over from owners beyond their lease."""
+    def poll(self, step: Step) -> Progress:
+        """What has changed for the lookup or plan since the last time; takes over from owners beyond their lease."""
+        ticket = self._ticket(step)
         with self._lock:
             progress = self._news(ticket)
         self._wake()

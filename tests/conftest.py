@@ -1,0 +1,12 @@
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis
+import torch
+
+# Small parallel operations on shared cores stall at barriers, and would make results depend on the machine.
+torch.set_num_threads(1)
+
+hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("default")
