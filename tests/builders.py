@@ -14,7 +14,7 @@ ROW_BYTES = WIDTH * 4
 
 
 def image_fields(num: int, patches: int = 4) -> list[ItemFields]:
-    """`num` images of Qwen's layout: `pixel_values` `[patches, 2]` flat, `image_grid_thw` batched and kept on the CPU."""
+    """`num` images as Qwen lays them out: `pixel_values` `[patches, 2]` flat, `image_grid_thw` kept on the CPU."""
     grid = torch.tensor([[1, 2, patches // 2]] * num).reshape(num, 3)
     batch = {"pixel_values": torch.arange(num * patches * 2, dtype=torch.float32).view(-1, 2), "image_grid_thw": grid}
     configs = {

@@ -1,4 +1,4 @@
-"""What a step needs, by brute force: token by token, item by item, field by field. Slow, and independent of the package.
+"""What a step needs, by brute force: token by token, item by item, field by field.
 
 It shares no code with the package's planning: only the values of items are read.
 """
