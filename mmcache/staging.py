@@ -10,17 +10,57 @@ from __future__ import annotations
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mmcache.errors import ConfigError
 
-__all__ = ["DEFAULT_PINNED_BYTES", "Event", "PinnedRing", "Region", "Staging", "Streams", "staging_for", "streams_for"]
+__all__ = [
+    "BITS",
+    "DEFAULT_PINNED_BYTES",
+    "Bits",
+    "Event",
+    "PinnedRing",
+    "Region",
+    "Staging",
+    "Streams",
+    "as_bits",
+    "fill",
+    "staging_for",
+    "streams_for",
+]
 
 DEFAULT_PINNED_BYTES = 256 << 20
+
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Bits: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+_PLAIN = (Tensor, torch.nn.Parameter)
 _ALIGNMENT = 512
+
+
+def as_bits(tensor: Tensor) -> Bits | None:
+    """The tensor as a numpy array of integers over the same memory, or None where autograd or its kind forbids it."""
+    kind = BITS.get(tensor.element_size())
+    if kind is None or type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_conj():
+        return None
+    if tensor.requires_grad:
+        if torch.is_grad_enabled():
+            return None
+        tensor = tensor.detach()
+    return tensor.view(kind).numpy()
+
+
+def fill(target: Tensor, source: Tensor) -> None:
+    """Copy `source` into the host tensor `target` of the same shape: one pass, converting if need be."""
+    if source.dtype is target.dtype and source.is_cpu:
+        target_bits, source_bits = as_bits(target), as_bits(source)
+        if target_bits is not None and source_bits is not None:
+            target_bits[...] = source_bits
+            return
+    target.copy_(source.detach())
 
 
 class Event(Protocol):

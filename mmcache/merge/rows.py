@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mmcache.staging import Staging, staging_for
+from mmcache.staging import BITS, Bits, Staging, as_bits, fill, staging_for
 
 __all__ = ["Block", "are_short", "send_places", "write_blocks"]
 
@@ -33,9 +33,7 @@ _SERIAL_ELEMENTS = 32768 - 1
 _SERIAL_ABOVE_RUNS = 8
 _CHUNK_BYTES = 256 << 10
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_PLAIN = (Tensor, torch.nn.Parameter)
-_Bits = np.ndarray[Any, np.dtype[Any]]
+Positions: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,9 +49,9 @@ class Block:
     first: int
     count: int
     runs: Sequence[tuple[int, int]] | None = None
-    positions: np.ndarray[Any, np.dtype[np.int64]] | None = None
+    positions: Positions | None = None
 
-    def indices(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def indices(self) -> Positions:
         """Destination row of each source row."""
         if self.positions is not None:
             return self.positions
@@ -88,27 +86,15 @@ def write_blocks(
     _write_device(target, blocks, places, staging)
 
 
-def _bits(tensor: Tensor) -> _Bits | None:
-    """The tensor as a numpy array of integers over the same memory, or None where autograd or its kind forbids it."""
-    kind = _BITS.get(tensor.element_size())
-    if kind is None or type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_conj():
-        return None
-    if tensor.requires_grad:
-        if torch.is_grad_enabled():
-            return None
-        tensor = tensor.detach()
-    return tensor.view(kind).numpy()
-
-
 def _write_host(target: Tensor, blocks: Iterable[tuple[Tensor, Block]]) -> None:
-    bits = _bits(target)
+    bits = as_bits(target)
     storage = target.untyped_storage().data_ptr()
     for source, block in blocks:
         if source.is_cpu and source.untyped_storage().data_ptr() == storage:
             source = source.clone()  # rows of the destination itself, which is being written
         if bits is None or (source.requires_grad and torch.is_grad_enabled()):
             _copy_runs(target, source, block)
-        elif source.dtype is target.dtype and source.is_cpu and (source_bits := _bits(source)) is not None:
+        elif source.dtype is target.dtype and source.is_cpu and (source_bits := as_bits(source)) is not None:
             _copy_bits(bits, source_bits, block)
         elif block.runs is None or len(block.runs) * _SHORT_CONVERSION > block.count * target.shape[1]:
             _convert_scattered(bits, target.dtype, source, block)
@@ -116,7 +102,7 @@ def _write_host(target: Tensor, blocks: Iterable[tuple[Tensor, Block]]) -> None:
             _copy_runs(target, source, block)
 
 
-def _copy_bits(target: _Bits, source: _Bits, block: Block) -> None:
+def _copy_bits(target: Bits, source: Bits, block: Block) -> None:
     row = block.first
     if block.runs is None or are_short(len(block.runs), block.count, target.shape[1] * target.itemsize):
         target[block.indices()] = source[row : row + block.count]
@@ -126,14 +112,14 @@ def _copy_bits(target: _Bits, source: _Bits, block: Block) -> None:
         row += length
 
 
-def _convert_scattered(target: _Bits, dtype: torch.dtype, source: Tensor, block: Block) -> None:
+def _convert_scattered(target: Bits, dtype: torch.dtype, source: Tensor, block: Block) -> None:
     """Convert (and fetch) a few rows at a time into a buffer that stays in the cache, and scatter that."""
     width = source.shape[1]
     rows = max(1, min(block.count, _CHUNK_BYTES // max(1, width * dtype.itemsize)))
     if torch.get_num_threads() > 1:
         rows = max(1, min(rows, _SERIAL_ELEMENTS // max(1, width)))
     buffer = torch.empty(rows, width, dtype=dtype)
-    converted = buffer.view(_BITS[dtype.itemsize]).numpy()
+    converted = buffer.view(BITS[dtype.itemsize]).numpy()
     indices = block.indices()
     for done in range(0, block.count, rows):
         count = min(rows, block.count - done)
@@ -202,7 +188,7 @@ def _write_staged(target: Tensor, rows: Tensor, block: Block, place: Tensor | No
     staged, region = staging.take((block.count, target.shape[1]), target.dtype)
     event = None
     try:
-        _write_host(staged, [(rows, Block(0, block.count, ((0, block.count),)))])
+        fill(staged, rows)
         _put_rows(target, staged, block, place)
         event = staging.streams.record()
     finally:
