@@ -1,0 +1,11 @@
+"""Proving where fields belong, by running what consumes them on a simulated device.
+
+`audit(encoder, batch, configs)` is for an engine author's own tests; the command `mmcache audit` runs the real encoder
+path of a model of transformers.
+"""
+
+from mmcache.audit.observe import Use
+from mmcache.audit.report import AuditReport, FieldReport, Verdict
+from mmcache.audit.verdicts import audit
+
+__all__ = ["AuditReport", "FieldReport", "Use", "Verdict", "audit"]

@@ -1,0 +1,154 @@
+"""What an audit found, for people and for programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from mmcache.audit.observe import Use
+
+__all__ = ["AuditReport", "FieldReport", "Verdict"]
+
+
+class Verdict(StrEnum):
+    """What an audit says of a field's mark."""
+
+    MUST_MOVE = "must move"
+    SHOULD_STAY = "should stay"
+    UNUSED = "unused"
+    RIGHT = "right"
+
+
+@dataclass(frozen=True, slots=True)
+class FieldReport:
+    """What an audit found about one field.
+
+    Attributes:
+        name, modality, layout, keep_on_cpu: the field, as it was configured.
+        verdict: "must move" and "should stay" say that the mark is wrong; "unused" that the encoder does not read it.
+        uses: of a wrong mark, the consumer's lines that show it.
+        moves: moves to the device that the consumer makes itself, with the field as configured.
+        reads: reads by the host that remain, with the field as configured.
+        read_by: phases that read its values: "lengths", "positions", "encoder".
+        both_right: the other mark would be right as well; `reason` says why.
+        reason: why it belongs where it does.
+    """
+
+    name: str
+    modality: str
+    layout: str
+    keep_on_cpu: bool
+    verdict: Verdict
+    uses: tuple[Use, ...]
+    moves: tuple[Use, ...]
+    reads: tuple[Use, ...]
+    read_by: tuple[str, ...]
+    both_right: bool
+    reason: str
+
+    @property
+    def wrong(self) -> bool:
+        """Whether the mark is wrong."""
+        return self.verdict in (Verdict.MUST_MOVE, Verdict.SHOULD_STAY)
+
+    @property
+    def right_mark(self) -> bool:
+        """`keep_on_cpu` as it should be."""
+        return self.keep_on_cpu != self.wrong
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return {
+            "field": self.name,
+            "modality": self.modality,
+            "layout": self.layout,
+            "keep_on_cpu": self.keep_on_cpu,
+            "verdict": str(self.verdict),
+            "wrong": self.wrong,
+            "uses": [_use(use) for use in self.uses],
+            "moves": [_use(use) for use in self.moves],
+            "reads": [_use(use) for use in self.reads],
+            "read_by": list(self.read_by),
+            "both_right": self.both_right,
+            "reason": self.reason,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """What an audit found.
+
+    Attributes:
+        fields: one report a field.
+        device: the device that was simulated.
+        suggested: field name to the `keep_on_cpu` that would be right; audited itself.
+    """
+
+    fields: tuple[FieldReport, ...]
+    device: str
+    suggested: dict[str, bool]
+
+    def __getitem__(self, name: str) -> FieldReport:
+        """The report of field `name`."""
+        for report in self.fields:
+            if report.name == name:
+                return report
+        raise KeyError(name)
+
+    @property
+    def wrong(self) -> tuple[FieldReport, ...]:
+        """Fields whose mark is wrong."""
+        return tuple(report for report in self.fields if report.wrong)
+
+    @property
+    def exit_status(self) -> int:
+        """1 if a mark is wrong, else 0."""
+        return 1 if self.wrong else 0
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return {
+            "device": self.device,
+            "ok": not self.wrong,
+            "fields": [report.as_json() for report in self.fields],
+            "suggested": dict(self.suggested),
+        }
+
+    def __str__(self) -> str:
+        lines = []
+        for report in self.fields:
+            mark = "keep_on_cpu" if report.keep_on_cpu else "to the device"
+            verdict = str(report.verdict).upper() if report.wrong else str(report.verdict)
+            lines.append(f"{report.name} ({report.modality}, {report.layout}, {mark}): {verdict}")
+            lines += [f"    {line}" for line in _details(report)]
+        wrong = ", ".join(report.name for report in self.wrong)
+        lines.append(f"wrong marks: {wrong}" if wrong else f"all {len(self.fields)} marks are right")
+        return "\n".join(lines)
+
+
+def _details(report: FieldReport) -> list[str]:
+    lines = []
+    if report.wrong:
+        lines += [f"{'mixed' if report.verdict is Verdict.MUST_MOVE else 'read back'}: {use}" for use in report.uses]
+    else:
+        others = [phase for phase in report.read_by if phase != "encoder"]
+        if report.verdict is Verdict.UNUSED:
+            lines.append(f"not read by the encoder; read by {' and '.join(others) if others else 'nothing else'}")
+        lines += [f"the consumer moves it: {use}{', the host waits' if use.blocks else ''}" for use in report.moves]
+        lines += [f"the host waits for the device: {use}" for use in report.reads]
+    if report.wrong or report.both_right:
+        lines.append(("either place is right: " if report.both_right else "because: ") + report.reason)
+    return lines
+
+
+def _use(use: Use) -> dict[str, Any]:
+    return {
+        "phase": use.phase,
+        "op": use.op,
+        "file": use.where.file,
+        "line": use.where.line,
+        "function": use.where.function,
+        "count": use.count,
+        "blocks": use.blocks,
+    }
