@@ -1,0 +1,249 @@
+"""What every tier does, run on each: memory, disk, a real Redis server and a real Mooncake cluster."""
+
+import threading
+
+import pytest
+import torch
+from tier_helpers import key_of, read, rows_of, same_bits, write
+from tier_servers import MooncakeCluster, RedisServer
+
+from mmcache.errors import TierError, UnsupportedError
+from mmcache.tiers import DiskTier, Entry, MemoryTier, MooncakeTier, RedisTier, Tier, decode_entry, encode_entry
+
+SERVERS = pytest.mark.server
+
+
+@pytest.fixture(scope="module")
+def redis_server():
+    if why := RedisServer.why_not():
+        pytest.skip(why)
+    server = RedisServer()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def mooncake_cluster():
+    if why := MooncakeCluster.why_not():
+        pytest.skip(why)
+    cluster = MooncakeCluster()
+    yield cluster
+    cluster.kill()
+
+
+@pytest.fixture(scope="module")
+def mooncake_tier(mooncake_cluster):
+    tier = MooncakeTier(mooncake_cluster.address)
+    yield tier
+    tier.close()
+
+
+@pytest.fixture(
+    params=["memory", "disk", pytest.param("redis", marks=SERVERS), pytest.param("mooncake", marks=SERVERS)]
+)
+def tier(request, tmp_path):
+    if request.param == "mooncake":  # setting up a client takes a while
+        made = request.getfixturevalue("mooncake_tier")
+        made.clear()
+        yield made
+        return
+    if request.param == "memory":
+        made = MemoryTier(64 << 20)
+    elif request.param == "disk":
+        made = DiskTier(tmp_path / "store", 64 << 20)
+    else:
+        made = RedisTier(request.getfixturevalue("redis_server").url)
+        made.clear()
+    yield made
+    made.close()
+
+
+def test_it_is_a_tier(tier):
+    assert isinstance(tier, Tier)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_rows_come_back_bit_for_bit(tier, dtype):
+    keys = write(tier, "a", "b", rows=5, width=24, dtype=dtype)
+    found = read(tier, *keys)
+    for name in ("a", "b"):
+        assert same_bits(found[name], rows_of(name, 5, 24, dtype))
+
+
+def test_large_and_empty_rows(tier):
+    big, empty = key_of("big"), key_of("empty")
+    rows = torch.randn(1024, 1024)
+    outcome = tier.put_many({big: encode_entry(big, rows), empty: encode_entry(empty, rows[:0])})
+    assert outcome.stored == {big, empty}
+    assert same_bits(read(tier, big)["big"], rows)
+    assert same_bits(read(tier, empty)["empty"], rows[:0])
+
+
+def test_every_entry_owns_its_memory(tier):
+    keys = write(tier, "a", "b", "c")
+    for entry in tier.get_many(keys).values():
+        assert entry.payload.untyped_storage().nbytes() == entry.payload.numel()
+
+
+def test_what_is_not_there_is_left_out(tier):
+    keys = write(tier, "a", "b")
+    asked = [keys[0], key_of("missing"), keys[1], key_of("a", salt="s")]
+    assert set(tier.get_many(asked)) == set(keys)
+    assert set(tier.contains_many(asked)) == set(keys)
+    assert tier.get_many([]) == {}
+    assert tier.contains_many([]) == {}
+    assert tier.put_many({}).stored == frozenset()
+
+
+def test_sizes_are_those_of_the_entries(tier):
+    (key,) = write(tier, "a")
+    assert tier.contains_many([key]) == {key: encode_entry(key, rows_of("a")).nbytes}
+
+
+def test_the_same_content_under_another_salt_does_not_hit_and_under_the_same_does(tier):
+    mine, other, none = (key_of("logo", salt=salt) for salt in ("mine", "", None))
+    tier.put_many({mine: encode_entry(mine, rows_of("logo"))})
+    assert set(tier.get_many([mine, other, none])) == {mine}
+    assert same_bits(read(tier, key_of("logo", salt="mine"))["logo"], rows_of("logo"))
+
+
+def test_removed_entries_are_gone_and_can_be_put_again(tier):
+    keys = write(tier, "a", "b", "c")
+    assert tier.remove_many([keys[0], keys[1], key_of("missing")]) == 2
+    assert set(tier.get_many(keys)) == {keys[2]}
+    assert set(tier.contains_many(keys)) == {keys[2]}
+    write(tier, "a")
+    assert set(tier.get_many(keys)) == {keys[0], keys[2]}
+
+
+def test_putting_again_is_no_error_and_leaves_the_same_rows(tier):
+    keys = write(tier, "a")
+    outcome = tier.put_many({key: encode_entry(key, rows_of("a")) for key in keys})
+    assert outcome.stored == set(keys)
+    assert same_bits(read(tier, *keys)["a"], rows_of("a"))
+
+
+def test_one_content_under_two_keys_in_one_put(tier):
+    one, two = key_of("a"), key_of("a", salt="s")
+    rows = rows_of("a")
+    tier.put_many({one: encode_entry(one, rows), two: encode_entry(two, rows)})
+    for key in (one, two):
+        assert same_bits(read(tier, key)["a"], rows)
+
+
+def test_awkward_identifiers(tier):
+    identifiers = ["../escaped", "/absolute", "nul\0l", "a/b", "A", "a", "é" * 2000, "x" * 4096, "*", "space and\nline"]
+    keys = write(tier, *identifiers)
+    found = read(tier, *keys)
+    assert set(found) == set(identifiers)
+    for identifier in identifiers:
+        assert same_bits(found[identifier], rows_of(identifier))
+
+
+def test_clear_takes_one_namespace_or_everything(tier):
+    here = write(tier, "a", "b")
+    there = key_of("a", salt="there")
+    tier.put_many({there: encode_entry(there, rows_of("a"))})
+    assert tier.clear(here[0].namespace) == 2
+    assert set(tier.get_many([*here, there])) == {there}
+    assert tier.clear() == 1
+    assert tier.get_many([there]) == {}
+
+
+def test_the_inventory(tier):
+    keys = write(tier, "a", "b")
+    try:
+        stored = {entry.key: entry for entry in tier.scan()}
+    except UnsupportedError:
+        assert isinstance(tier, MooncakeTier)
+        return
+    assert set(stored) == set(keys)
+    for key in keys:
+        assert stored[key].nbytes == encode_entry(key, rows_of("a")).nbytes
+        assert stored[key].name.endswith(key.name)
+
+
+def test_a_stored_lie_is_handed_out_and_does_not_decode(tier):
+    key, other = key_of("a"), key_of("b")
+    tier.put_many({key: encode_entry(other, rows_of("b"))})
+    with pytest.raises(ValueError, match="identifier"):
+        decode_entry(key, tier.get_many([key])[key])
+
+
+def test_entries_without_a_whole_header_are_handed_out_as_they_are(tier):
+    key = key_of("a")
+    tier.put_many({key: Entry(b"short", torch.zeros(0, dtype=torch.uint8))})
+    with pytest.raises(ValueError, match="header"):
+        decode_entry(key, tier.get_many([key])[key])
+
+
+def test_many_threads_at_once(tier):
+    errors = []
+
+    def work(number):
+        try:
+            for step in range(8):
+                names = [f"t{(number + step) % 3}-{i}" for i in range(3)]
+                write(tier, *names)
+                for name, rows in read(tier, *map(key_of, names)).items():
+                    assert same_bits(rows, rows_of(name))
+                if step % 3 == number % 3 and not isinstance(tier, MooncakeTier):
+                    tier.remove_many([key_of(names[0])])
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_a_budget_holds_and_the_least_recently_used_goes_first(kind, tmp_path):
+    size = encode_entry(key_of("a"), rows_of("a")).nbytes
+    budget = 3 * size + size // 2
+    tier = MemoryTier(budget) if kind == "memory" else DiskTier(tmp_path / "s", budget)
+    a, b, c = (write(tier, name)[0] for name in "abc")
+    tier.get_many([a])
+    outcome = tier.put_many({key_of("d"): encode_entry(key_of("d"), rows_of("d"))})
+    assert outcome.evicted == (b,)
+    assert outcome.stored == {key_of("d")}
+    assert set(tier.get_many([a, b, c, key_of("d")])) == {a, c, key_of("d")}
+    assert tier.usage().nbytes <= budget
+    assert tier.usage().entries == 3
+    too_big = key_of("e")
+    outcome = tier.put_many({too_big: encode_entry(too_big, torch.zeros(1000, 1000))})
+    assert outcome.stored == frozenset()
+    assert outcome.evicted == ()
+    assert len(tier.get_many([a, c, key_of("d")])) == 3
+    tier.close()
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_a_batch_larger_than_the_budget_stays_within_it(kind, tmp_path):
+    size = encode_entry(key_of("a"), rows_of("a")).nbytes
+    tier = MemoryTier(5 * size) if kind == "memory" else DiskTier(tmp_path / "s", 5 * size)
+    write(tier, *(f"i{n}" for n in range(20)))
+    assert tier.usage().nbytes <= 5 * size
+    assert tier.usage().entries == 5
+    tier.close()
+
+
+def test_a_closed_tier_says_so(tmp_path):
+    for tier in (MemoryTier(1000), DiskTier(tmp_path / "s", 1000)):
+        tier.close()
+        tier.close()
+        with pytest.raises(TierError, match="closed"):
+            tier.get_many([key_of("a")])
+        with pytest.raises(TierError, match="closed"):
+            tier.put_many({key_of("a"): encode_entry(key_of("a"), rows_of("a"))})
+
+
+def test_slices_of_a_batch_do_not_keep_the_batch_alive_in_memory():
+    tier = MemoryTier(1 << 20)
+    batch = torch.randn(1000, 16)
+    key = key_of("a")
+    tier.put_many({key: encode_entry(key, batch[10:12])})
+    assert tier.get_many([key])[key].payload.untyped_storage().nbytes() == 2 * 16 * 4
