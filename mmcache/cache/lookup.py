@@ -180,13 +180,14 @@ class Lookup:
         return rows
 
     def key(self, index: int) -> Hashable:
-        """Equal for two items, of whatever lookups of this cache, whose rows are the same."""
+        """Equal for two items, of whatever lookups, whose rows are the same; items of two caches never are."""
         ticket = self._open()
         check_index(ticket.request.request_id, index, ticket.num_items)
         item = ticket.request.items[index]
         if item.embeds is not None:
             return ("given", id(item.embeds))
-        return self._cache._ledger.content_of(ticket.request, item.identifier)
+        ledger = self._cache._ledger
+        return ledger.ledger_id, ledger.content_of(ticket.request, item.identifier)
 
     def merge_into(self, inputs_embeds: Tensor, *levels: Tensor) -> Tensor:
         """Write the window's embedding rows over their placeholders, in place; see `MergePlan.merge_into`.

@@ -17,7 +17,7 @@ from mmcache.fields import FieldConfig, FieldValue, ItemFields, join_fields
 from mmcache.fields.values import content_of, value_bytes
 from mmcache.items import MultimodalRequest
 from mmcache.planning import needed_items
-from mmcache.staging import Staging
+from mmcache.staging import Staging, staging_for
 from mmcache.transfer.sending import Sender, leaves
 
 __all__ = ["EncoderBatch", "Transfer", "TransferLookup", "encoder_inputs"]
@@ -39,7 +39,7 @@ class TransferLookup(Protocol):
         """Indices of the items that this lookup has to encode."""
 
     def key(self, index: int) -> Hashable:
-        """Equal for two items whose rows are the same."""
+        """Equal for two items, of whatever lookups, whose rows are the same; of two caches no items are."""
 
 
 class _Resident:
@@ -100,7 +100,7 @@ def encoder_inputs(lookups: Sequence[TransferLookup], device: torch.device | str
     """
     if not any(lookup.missing for lookup in lookups):
         return []
-    return _transfer_to(torch.device(device)).encoder_inputs(lookups)
+    return _transfer_to(_with_index(torch.device(device))).encoder_inputs(lookups)
 
 
 class Transfer:
@@ -118,17 +118,17 @@ class Transfer:
         Args:
             device: the device.
             prefetch_bytes: most bytes that `prefetch` may hold on the device.
-            staging: pinned ring and streams to use instead of ones of its own.
+            staging: pinned ring and streams to use instead of the process's.
 
         Raises:
             ConfigError: a negative number of bytes.
         """
         if isinstance(prefetch_bytes, bool) or not isinstance(prefetch_bytes, int) or prefetch_bytes < 0:
             raise ConfigError("prefetch_bytes is an integer >= 0", found=repr(prefetch_bytes))
-        self.device = torch.device(device)
+        self.device = _with_index(torch.device(device))
         self.moved_bytes = 0
         self.pageable_bytes = 0
-        self._staging = Staging(self.device) if staging is None else staging
+        self._staging = staging_for(self.device) if staging is None else staging
         self._prefetch_bytes = prefetch_bytes
         self._prefetched: OrderedDict[Hashable, list[_Resident]] = OrderedDict()
         self._prefetched_bytes = 0
@@ -168,9 +168,9 @@ class Transfer:
             return
         while self._prefetched_bytes + fields.payload_bytes > self._prefetch_bytes:
             self._forget(next(iter(self._prefetched)))
-        with _Sending(self) as sender:
-            held = {name: _Resident(sender.move(fields[name])) for name in names}
-            sender.arrived.extend(resident.value for resident in held.values())
+        sender = Sender(self._staging)
+        held = {name: _Resident(sender.move(fields[name])) for name in names}
+        self._count(sender)
         for name, resident in held.items():
             self._resident[key, name] = resident
         self._prefetched[key] = list(held.values())
@@ -194,66 +194,37 @@ class Transfer:
         keys = [lookup.key(index) for lookup, index in places]
         kwargs: dict[str, FieldValue] = {}
         held: list[_Resident] = []
-        with _Sending(self) as sender:
-            for name in first:
-                if name in kept:
-                    kwargs[name] = kept[name]
-                    continue
-                if first.config(name).layout == "shared":
-                    value = first[name]
-                    if id(value) not in shared:
-                        shared[id(value)] = sender.move(value)
-                    joined = kwargs[name] = shared[id(value)]
-                    sender.arrived.append(joined)
-                    continue
-                values = [self._where_it_is(key, name, item[name]) for key, item in zip(keys, fields)]
-                joined = sender.join(values, first.config(name), listed=any(item.listed(name) for item in fields))
-                kwargs[name] = joined
-                sender.arrived.append(joined)
-                for key, part in zip(keys, _parts(joined, values, first.config(name))):
-                    resident = _Resident(part)
-                    self._resident[key, name] = resident
-                    held.append(resident)
-            moved = sender.moved_bytes
+        sender = Sender(self._staging)
+        for name in first:
+            if name in kept:
+                kwargs[name] = kept[name]
+                continue
+            if first.config(name).layout == "shared":
+                value = first[name]
+                if id(value) not in shared:
+                    shared[id(value)] = sender.move(value)
+                kwargs[name] = shared[id(value)]
+                continue
+            values = [self._where_it_is(key, name, item[name]) for key, item in zip(keys, fields)]
+            joined = sender.join(values, first.config(name), listed=any(item.listed(name) for item in fields))
+            kwargs[name] = joined
+            for key, part in zip(keys, _parts(joined, values, first.config(name))):
+                resident = _Resident(part)
+                self._resident[key, name] = resident
+                held.append(resident)
+        self._count(sender)
         for key in keys:
             self._forget(key)
-        return EncoderBatch(modality, places, kwargs, moved, held)
+        return EncoderBatch(modality, places, kwargs, sender.moved_bytes, held)
+
+    def _count(self, sender: Sender) -> None:
+        self.moved_bytes += sender.moved_bytes
+        self.pageable_bytes += sender.pageable_bytes
 
     def _where_it_is(self, key: Hashable, name: str, value: FieldValue) -> FieldValue:
         """The item's field on the device if it is there and nobody has written to it, else as it is."""
         resident = self._resident.get((key, name))
         return resident.value if resident is not None and resident.intact else value
-
-
-class _Sending:
-    """A `Sender` on the side stream; at the end the current stream waits for what was sent and marks it as its own."""
-
-    def __init__(self, transfer: Transfer) -> None:
-        self._transfer = transfer
-        self._streams = transfer._staging.streams
-
-    def __enter__(self) -> _Sending:
-        self._sender = Sender(self._transfer._staging)
-        self.join, self.move = self._sender.join, self._sender.move
-        self.arrived: list[FieldValue] = []
-        self._side = self._streams.side()
-        self._side.__enter__()
-        return self
-
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes sent so far."""
-        return self._sender.moved_bytes
-
-    def __exit__(self, *exc: Any) -> None:
-        event = self._streams.record()
-        self._side.__exit__(*exc)
-        self._streams.wait(event)
-        for value in self.arrived:
-            for tensor in leaves(value):
-                self._streams.used(tensor)
-        self._transfer.moved_bytes += self._sender.moved_bytes
-        self._transfer.pageable_bytes += self._sender.pageable_bytes
 
 
 def _missing(lookups: Sequence[TransferLookup]) -> Iterator[tuple[TransferLookup, int, ItemFields]]:
@@ -340,6 +311,11 @@ def _parts(joined: FieldValue, values: Sequence[FieldValue], config: FieldConfig
             yield [next(entries) for _ in value]
         else:
             yield next(entries)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """`cuda` as the tensors that are made there name it, `cuda:0`."""
+    return device if device.type == "cpu" or device.index is not None else torch.empty(0, device=device).device
 
 
 _transfers: dict[torch.device, Transfer] = {}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mmcache.fields import FieldConfig, FieldValue
-from mmcache.staging import Staging, fill
+from mmcache.staging import Event, Staging, fill
 
 __all__ = ["Sender", "leaves"]
 
@@ -39,7 +39,9 @@ def _rebuilt(value: FieldValue, tensors: Iterator[Tensor]) -> FieldValue:
 
 
 class Sender:
-    """Sends the fields of one call. Use within `staging.streams.side()`; nothing here waits.
+    """Sends fields, on the side stream; the current stream is made to wait for what it gets, the host is not.
+
+    What is on the device already is joined on the current stream, behind whatever made it.
 
     Attributes:
         moved_bytes: bytes sent over from the host.
@@ -47,7 +49,8 @@ class Sender:
     """
 
     def __init__(self, staging: Staging) -> None:
-        self.staging = staging
+        self._staging = staging
+        self._streams = staging.streams
         self.device = staging.device
         self.moved_bytes = 0
         self.pageable_bytes = 0
@@ -81,34 +84,36 @@ class Sender:
         """The value on the device, nested as it was; its host tensors go over in one copy."""
         tensors = list(leaves(value))
         here = [tensor for tensor in tensors if tensor.is_cpu]
-        if len(here) == 1:
-            sent = iter([self._send_joined([here[0]], 0)])
-        else:
-            sent = iter(self._send_packed(here))
+        sent = iter([self._send_joined(here, 0)] if len(here) == 1 else self._send_packed(here) if here else [])
         moved = [next(sent) if t.is_cpu else t.to(self.device, non_blocking=True) for t in tensors]
         return _rebuilt(value, iter(moved))
 
     def _send_joined(self, tensors: Sequence[Tensor], dim: int) -> Tensor:
         first = tensors[0]
         if len(tensors) == 1 and first.is_contiguous() and first.is_pinned():
+            with self._streams.side():
+                sent = first.to(self.device, non_blocking=True)
+                sent_by = self._streams.record()
             self.moved_bytes += first.numel() * first.element_size()
-            return first.to(self.device, non_blocking=True)
+            return self._arrived(sent, sent_by)
         if not first.dim():
             tensors, shape = [first.reshape(1)], ()
         else:
             shape = (*first.shape[:dim], sum(tensor.shape[dim] for tensor in tensors), *first.shape[dim + 1 :])
-        target = torch.empty(shape, dtype=first.dtype, device=self.device)
-        flat = target.view(-1)
-        if dim and len(tensors) > 1:
-            # The parts of each tensor lie apart in the joined one: stage it whole.
-            self._send(flat, lambda staged: _write_along(staged.view(shape), tensors, dim))
-            return target
-        done = 0
-        for pieces in _batches(_pieces(tensors)):
-            count = sum(piece.numel() for piece in pieces)
-            self._send(flat[done : done + count], partial(_write_behind, tensors=pieces))
-            done += count
-        return target
+        with self._streams.side():
+            target = torch.empty(shape, dtype=first.dtype, device=self.device)
+            flat = target.view(-1)
+            event: Event | None = None
+            if dim and len(tensors) > 1:
+                # The parts of each tensor lie apart in the joined one: stage it whole.
+                event = self._send(flat, lambda staged: _write_along(staged.view(shape), tensors, dim))
+            else:
+                done = 0
+                for pieces in _batches(_pieces(tensors)):
+                    count = sum(piece.numel() for piece in pieces)
+                    event = self._send(flat[done : done + count], partial(_write_behind, tensors=pieces))
+                    done += count
+        return self._arrived(target, event)
 
     def _send_packed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Tensors of any shapes and dtypes, sent as one buffer of bytes and seen as what they are over there."""
@@ -116,7 +121,6 @@ class Sender:
         for tensor in tensors:
             offsets.append(total)
             total += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-        target = torch.empty(total, dtype=torch.uint8, device=self.device)
 
         def seen(buffer: Tensor) -> list[Tensor]:
             return [
@@ -128,27 +132,37 @@ class Sender:
             for part, tensor in zip(seen(staged), tensors):
                 fill(part, tensor)
 
-        self._send(target, write)
-        return seen(target)
+        with self._streams.side():
+            target = torch.empty(total, dtype=torch.uint8, device=self.device)
+            event = self._send(target, write)
+        return seen(self._arrived(target, event))
 
-    def _send(self, target: Tensor, write: Callable[[Tensor], None]) -> None:
-        """Let `write` fill a staged tensor, and copy that to `target`, one-dimensional on the device."""
+    def _arrived(self, target: Tensor, event: Event | None) -> Tensor:
+        """Hand a tensor that the side stream made over to the current stream."""
+        if event is not None:
+            self._streams.wait(event)
+        self._streams.used(target)
+        return target
+
+    def _send(self, target: Tensor, write: Callable[[Tensor], None]) -> Event | None:
+        """Let `write` fill a staged tensor, copy that to the one-dimensional `target`, and return the event behind."""
         count = target.shape[0]
         if not count:
-            return
-        staged, region = self.staging.take((count,), target.dtype)
+            return None
+        staged, region = self._staging.take((count,), target.dtype)
         nbytes = count * target.element_size()
         event = None
         try:
             write(staged)
             target.copy_(staged, non_blocking=True)
-            event = self.staging.streams.record()
+            event = self._streams.record()
         finally:
             if region is not None:
                 region.release(event)
         self.moved_bytes += nbytes
         if region is None:
             self.pageable_bytes += nbytes
+        return event
 
 
 def _write_along(staged: Tensor, tensors: Sequence[Tensor], dim: int) -> None:
