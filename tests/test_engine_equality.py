@@ -184,7 +184,7 @@ def test_two_conversations_in_one_forward_pass(family: str) -> None:
     shared = medium(family, 40)
     one = [Message("user", ("One. ", shared, medium(family, 41), "?"))]
     two = [Message("user", ("The second one is longer than the first. ", medium(family, 42), shared, "and what?"))]
-    answer(engine, one[:0] + [Message("user", ("One. ",))])
+    answer(engine, [Message("user", ("One. ",))])
     for chunk, names in ((None, "ab"), (40, "cd")):
         batch = [engine.submit(messages, request_id=name) for messages, name in zip((one, two), names)]
         engine.run(batch, chunk=chunk)
@@ -211,7 +211,7 @@ def test_a_batch_may_mix_prefill_and_decoding_of_different_lengths() -> None:
 def test_greedy_answers_depend_on_the_pictures() -> None:
     """Else equal answers would prove nothing."""
     for family in FAMILY_NAMES:
-        one, other = (tuple([Message("user", ("What is it? ", medium(family, seed)))]) for seed in (80, 84))
+        one, other = ((Message("user", ("What is it? ", medium(family, seed))),) for seed in (80, 84))
         logits = [plain(family, messages).logits[0] for messages in (one, other)]
         assert float((logits[0] - logits[1]).abs().max()) > 0.5
         assert float(logits[0].abs().max()) > 2

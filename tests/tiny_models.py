@@ -1,8 +1,8 @@
 """Small chats for the tiny models, and a scheduler loop written against the public API only.
 
-The loop is a second, independent user of the cache beside the engine: it keeps one transformers cache a conversation and
-crops it to what the cache's own prefix index matches. It can be told to make a mistake, so that the tests can show that
-the comparison with the plain run notices.
+The loop is a second, independent user of the cache beside the engine: it keeps one transformers cache a conversation
+and crops it to what the cache's own prefix index matches. It can be told to make a mistake, so that the tests can show
+that the comparison with the plain run notices.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from mmcache.hashing import ContentHasher
-from mmcache.transfer import encoder_inputs
 from torch import Tensor
 
 from mmcache.cache import CacheConfig, MultimodalCache
@@ -24,6 +23,7 @@ from mmcache.engines.transformers.plain import greedy_token
 from mmcache.engines.transformers.prompt import build_prompt
 from mmcache.fields import split_fields
 from mmcache.items import MultimodalItem, MultimodalRequest
+from mmcache.transfer import encoder_inputs
 
 FAMILY_NAMES = ("qwen2_5_vl", "llava", "idefics3", "qwen2_audio", "qwen3_vl")
 TOLERANCE = 1e-4

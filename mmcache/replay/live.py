@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ from mmcache.errors import MediaError, TraceError
 from mmcache.replay.chat import ChatTurn
 
 if TYPE_CHECKING:
-    from mmcache.engines.transformers import Generation, TurnAccount
+    from mmcache.engines.transformers import Adapter, Generation, TurnAccount
 
 __all__ = ["LOGIT_TOLERANCE", "LiveReplay", "Measures", "TurnResult", "replay_live"]
 
@@ -166,9 +167,9 @@ def replay_live(
     adapter = tiny_adapter(model)
     engine = default_engine(adapter) if use_cache else None
     result = LiveReplay(trace, model)
+    _warm_up(adapter, turns)
     for turn in turns:
         try:
-            # The cached run goes first: it must not profit from what the plain run left in the processor's caches.
             cached = None
             if engine is not None:
                 running = engine.submit(turn.messages, request_id=f"line {turn.line}", max_new_tokens=max_new_tokens)
@@ -184,6 +185,14 @@ def replay_live(
         result.turns.append(row)
         on_turn(row)
     return result
+
+
+def _warm_up(adapter: Adapter, turns: Sequence[ChatTurn]) -> None:
+    """The first prompt once, unmeasured: imports and first allocations are no run's time to first token."""
+    from mmcache.engines.transformers import run_plain
+
+    with suppress(MediaError):  # reported when its turn comes
+        run_plain(adapter, turns[0].messages if turns else (), max_new_tokens=1)
 
 
 def _differences(plain: Generation, cached: Generation) -> Iterator[float]:

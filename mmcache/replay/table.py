@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmcache.errors import ConfigError
@@ -46,14 +47,16 @@ def _turn_table(result: LiveReplay, with_cache: bool) -> Table:
     from rich.table import Table
 
     which = "with mmcache" if with_cache else "without a cache"
-    table = Table(title=f"{result.trace} on {result.model}, {which}", title_justify="left", padding=(0, 1), box=None)
+    table = Table(
+        title=f"{Path(result.trace).name} on {result.model}, {which}", title_justify="left", padding=(0, 1), box=None
+    )
     table.add_column("turn", justify="left", no_wrap=True)
     names = ["prompt\ntokens", "from\nprefix", "items cov/\nsto/miss", "moved", "kept\non CPU"]
     names += ["skipped:\ncovered", "skipped:\nstored", "pre-\nprocessed", "encoder\nruns", "first\ntoken"]
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     if with_cache:
-        table.add_column("plain\nrun", justify="right", no_wrap=True)
+        table.add_column("without\ncache", justify="right", no_wrap=True)
     for turn in result.turns:
         table.add_row(*_turn_row(turn))
     return table
