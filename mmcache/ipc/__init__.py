@@ -11,3 +11,29 @@ except ImportError as error:
     from mmcache.errors import ConfigError
 
     raise ConfigError("messages between processes need msgspec: pip install mmcache[ipc]") from error
+
+from mmcache.ipc.arena import Arena, ArenaStats, Region
+from mmcache.ipc.channel import Channel
+from mmcache.ipc.peers import LostRows, WorkerReport
+from mmcache.ipc.reader import ArenaReader
+from mmcache.ipc.receiver import Receiver
+from mmcache.ipc.segment import remove_abandoned
+from mmcache.ipc.sender import Sender, SenderStats
+from mmcache.ipc.step import RowStore, WorkerPart, WorkerStep
+
+__all__ = [
+    "Arena",
+    "ArenaReader",
+    "ArenaStats",
+    "Channel",
+    "LostRows",
+    "Receiver",
+    "Region",
+    "RowStore",
+    "Sender",
+    "SenderStats",
+    "WorkerPart",
+    "WorkerReport",
+    "WorkerStep",
+    "remove_abandoned",
+]

@@ -38,7 +38,7 @@ class ArenaStats:
 
     Attributes:
         capacity, used, referenced: of the arena; `used` includes what is kept in case it is needed again.
-        written: all that was ever copied into it.
+        written: all content that was ever copied into it, without messages and without gaps between tensors.
         regions, writes, reuses, evictions: regions now; contents written, found there, and given up to make room.
     """
 
@@ -201,6 +201,10 @@ class Arena:
             else:
                 self._free(region)
 
+    def read(self, region: Region) -> memoryview:
+        """The bytes of a region that the caller holds, without a copy."""
+        return bytes_at(self._address + region.offset, region.nbytes).data
+
     def discard(self, key: Hashable) -> None:
         """Let nobody find the content under a key any more; those who hold it keep it."""
         with self._lock:
@@ -266,21 +270,23 @@ class Arena:
 
     def _write(self, end: int, parts: Iterable[tuple[int, Tensor]]) -> Region:
         region = self._allocate(end)
+        written = 0
         try:
             block = self._block[region.offset : region.offset + region.nbytes]
             for offset, tensor in parts:
+                written += tensor.numel() * tensor.element_size()
                 write_tensor(self._address + region.offset, block, offset, tensor)
         except BaseException:
             self.release(region)
             raise
         self._seal(region)
+        with self._lock:
+            self._writes += 1
+            self._written += written
         return region
 
     def _seal(self, region: Region) -> None:
         GUARD.pack_into(self._guard(region), 0, region.serial, region.nbytes)
-        with self._lock:
-            self._writes += 1
-            self._written += region.nbytes
 
     def _guard(self, region: Region) -> ctypes.Array[ctypes.c_char]:
         return (ctypes.c_char * GUARD.size).from_address(self._address + region.offset - ALIGNMENT)

@@ -1,0 +1,24 @@
+"""What carries messages: anything that keeps message boundaries."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+__all__ = ["Channel"]
+
+
+class Channel(Protocol):
+    """Two-way transport of whole messages between one sender and one receiver.
+
+    `multiprocessing.Pipe()` gives two of them. Messages may arrive out of order or twice; one that is lost for good has
+    to show as a broken channel (EOFError or OSError), after which the worker joins again.
+    """
+
+    def send_bytes(self, buf: bytes, /) -> None:
+        """Send one message."""
+
+    def poll(self, timeout: float | None = 0.0, /) -> bool:
+        """Whether a message can be received, waiting for one at most so many seconds (None: for ever)."""
+
+    def recv_bytes(self) -> bytes:
+        """Receive one message."""

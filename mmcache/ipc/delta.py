@@ -1,0 +1,174 @@
+"""The sender's side of a request: what a worker has not acknowledged of it, as a message's header and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmcache.fields import FieldConfig, FieldValue, ItemFields
+from mmcache.ipc.messages import Column, Delta, FieldSpec
+from mmcache.ipc.values import Leaf, aligned, flatten, write_tensor
+from mmcache.items import MultimodalItem, MultimodalRequest
+
+__all__ = ["AddBuffer", "encode_delta"]
+
+AddBuffer: TypeAlias = Callable[[bytes | memoryview], int]
+"""Adds a buffer to the message and returns its number."""
+
+
+def encode_delta(
+    request: MultimodalRequest, uid: int, tokens_from: int, items_from: int, add_buffer: AddBuffer
+) -> Delta:
+    """The tokens and items of a request from some point on.
+
+    Raises:
+        FieldError: a `keep_on_cpu` field cannot travel.
+    """
+    items = request.items[items_from:] if items_from else request.items
+    tokens = request.token_ids[tokens_from:]
+    modalities: dict[str, int] = {}
+    identifiers, modality_of, offsets, lengths, run_counts = [], [], [], [], []
+    runs: list[tuple[int, int]] = []
+    for item in items:
+        place = item._placeholder
+        identifiers.append(item._identifier)
+        modality_of.append(modalities.setdefault(item._modality, len(modalities)))
+        offsets.append(place._offset)
+        lengths.append(place._length)
+        if place._num_embeds == place._length:
+            run_counts.append(-1)
+        else:
+            run_counts.append(len(place._runs))
+            runs += place._runs
+    schemas, schema_of, members = _schemas(items)
+    columns, metadata = _columns(schemas, members)
+    return Delta(
+        uid=uid,
+        request_id=request.request_id,
+        cache_salt=request.cache_salt,
+        adapter=request.adapter,
+        tokens_from=tokens_from,
+        items_from=items_from,
+        tokens=add_buffer(tokens.view(np.uint8).data if len(tokens) else b""),
+        identifiers=identifiers,
+        modalities=list(modalities),
+        modality_of=modality_of,
+        offsets=offsets,
+        lengths=lengths,
+        run_counts=run_counts,
+        runs=add_buffer(np.asarray(runs, np.int32).tobytes()),
+        schemas=schemas,
+        schema_of=schema_of,
+        columns=columns,
+        metadata=add_buffer(metadata),
+    )
+
+
+def _schemas(items: Sequence[MultimodalItem]) -> tuple[list[list[FieldSpec]], list[int], list[list[ItemFields]]]:
+    """The distinct lists of field configs, which of them each item has, and the fields of the items of each."""
+    by_configs: dict[tuple[object, ...], int] = {}
+    by_value: dict[tuple[object, ...], int] = {}
+    schemas: list[list[FieldSpec]] = []
+    members: list[list[ItemFields]] = []
+    schema_of = []
+    for item in items:
+        fields = item._fields
+        if fields is None:
+            schema_of.append(-1)
+            continue
+        # Items of one processor call share their configs: no need to look into them again.
+        configs = fields._configs
+        key = (*configs, *map(id, configs.values()), fields._listed)
+        number = by_configs.get(key)
+        if number is None:
+            value = tuple(
+                (name, config.layout, config.dim, config.keep_on_cpu, fields.listed(name), config.batch_size)
+                for name, config in configs.items()
+            )
+            number = by_value.setdefault(value, len(schemas))
+            if number == len(schemas):
+                schemas.append([_spec(name, config, fields.listed(name)) for name, config in configs.items()])
+                members.append([])
+            by_configs[key] = number
+        schema_of.append(number)
+        members[number].append(fields)
+    return schemas, schema_of, members
+
+
+def _spec(name: str, config: FieldConfig, listed: bool) -> FieldSpec:
+    return FieldSpec(
+        name=name,
+        layout=config.layout,
+        dim=config.dim,
+        keep_on_cpu=config.keep_on_cpu,
+        listed=listed,
+        batch_size=config.batch_size,
+    )
+
+
+def _columns(
+    schemas: Sequence[Sequence[FieldSpec]], members: Sequence[Sequence[ItemFields]]
+) -> tuple[list[Column], bytes | memoryview]:
+    columns = []
+    writes: list[tuple[int, Tensor]] = []
+    end = 0
+    for number, (schema, fields) in enumerate(zip(schemas, members)):
+        for position, spec in enumerate(schema):
+            if spec.keep_on_cpu:
+                values = [entry._data[spec.name] for entry in fields]
+                column, end = _column(number, position, spec, values, writes, end)
+                columns.append(column)
+    if not end:
+        return columns, b""
+    block = torch.empty(aligned(end), dtype=torch.uint8)
+    address = block.data_ptr()
+    for offset, tensor in writes:
+        write_tensor(address, block, offset, tensor)
+    return columns, block.numpy().data
+
+
+def _column(
+    number: int,
+    position: int,
+    spec: FieldSpec,
+    values: Sequence[FieldValue],
+    writes: list[tuple[int, Tensor]],
+    end: int,
+) -> tuple[Column, int]:
+    column = Column(schema=number, field=position, stacked=None, values=[], refs=[])
+    if spec.layout != "shared":
+        stacked = _stack(values)
+        if stacked is not None:
+            _, leaves, tensors, end = flatten(stacked, spec.name, end)
+            writes.append((leaves[0][2], tensors[0]))
+            column.stacked = leaves[0]
+            return column, end
+    # One value that several items share stays one value, so that it counts and joins as one on the other side.
+    numbers: dict[int, int] = {}
+    for value in values:
+        known = numbers.get(id(value))
+        if known is None:
+            known = numbers[id(value)] = len(column.values)
+            nest, leaves, tensors, end = flatten(value, spec.name, end)
+            column.values.append((nest, leaves))
+            writes += zip(_offsets(leaves), tensors)
+        column.refs.append(known)
+    return column, end
+
+
+def _offsets(leaves: Sequence[Leaf]) -> list[int]:
+    return [offset for _, _, offset in leaves]
+
+
+def _stack(values: Sequence[FieldValue]) -> Tensor | None:
+    """All values as one tensor, where they are small tensors of one dtype and shape."""
+    first = values[0]
+    if not isinstance(first, Tensor) or first.layout is not torch.strided:
+        return None
+    dtype, shape = first.dtype, first.shape
+    tensors = [v for v in values if isinstance(v, Tensor) and v.dtype == dtype and v.shape == shape]
+    return torch.stack(tensors) if len(tensors) == len(values) else None

@@ -1,0 +1,330 @@
+"""The worker's side of a request: what the scheduler said of it so far.
+
+Messages are checked as they come in and unpacked as they are used: a covered item costs a worker a few list entries,
+and becomes a `MultimodalItem` when somebody asks for it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmcache.errors import FieldError, MessageError, MMCacheError
+from mmcache.fields import FieldConfig, FieldValue, ItemFields
+from mmcache.ipc.messages import Column, Delta, FieldSpec
+from mmcache.ipc.values import DTYPES, Leaf, leaf_bytes, unflatten
+from mmcache.ipc.wire import Body
+from mmcache.items import MultimodalItem, MultimodalRequest, PlaceholderRange
+
+__all__ = ["Mirror"]
+
+_Runs = np.ndarray[Any, np.dtype[np.int32]]
+
+
+@dataclass(slots=True)
+class _Stored:
+    """One column of metadata of the items `indices`."""
+
+    name: str
+    indices: list[int]
+    column: Column
+    block: bytearray
+    values: list[FieldValue] | None = None
+
+    def unpack(self) -> list[FieldValue]:
+        """The items' values, made once."""
+        if self.values is None:
+            if self.column.stacked is not None:
+                self.values = list(self._read(self.column.stacked).unbind(0))
+            else:
+                distinct = [unflatten(nest, leaves, self._read) for nest, leaves in self.column.values]
+                self.values = [distinct[ref] for ref in self.column.refs]
+        return self.values
+
+    def _read(self, leaf: Leaf) -> Tensor:
+        name, shape, offset = leaf
+        count = int(np.prod(shape, dtype=np.int64))
+        if not count:
+            return torch.empty(shape, dtype=DTYPES[name])
+        return torch.frombuffer(self.block, dtype=DTYPES[name], count=count, offset=offset).view(shape)
+
+
+class Mirror:
+    """A request as its scheduler sees it, growing by deltas.
+
+    Attributes:
+        request_id, cache_salt, adapter: as in the request.
+        num_tokens, num_items: what is here.
+        identifiers: of the items.
+    """
+
+    def __init__(self, delta: Delta) -> None:
+        self.request_id = delta.request_id
+        self.cache_salt = delta.cache_salt
+        self.adapter = delta.adapter
+        self.num_tokens = 0
+        self.identifiers: list[str] = []
+        self._buffer: _Runs = np.empty(0, np.int32)
+        self._modalities: list[str] = []
+        self._offsets: list[int] = []
+        self._lengths: list[int] = []
+        self._runs: list[_Runs | None] = []
+        self._schemas: list[list[FieldSpec]] = []
+        self._configs: dict[tuple[int, str], dict[str, FieldConfig]] = {}
+        self._schema_of: list[int] = []
+        self._stored: list[_Stored] = []
+        self._plan_schemas: tuple[tuple[Any, ...], tuple[int, ...]] = ((), ())
+        self._request: MultimodalRequest | None = None
+
+    @property
+    def num_items(self) -> int:
+        """Number of items."""
+        return len(self.identifiers)
+
+    @property
+    def token_ids(self) -> _Runs:
+        """The tokens: int32 `[num_tokens]`, read-only."""
+        view = self._buffer[: self.num_tokens]
+        view.flags.writeable = False
+        return view
+
+    def extend(self, delta: Delta, body: Body) -> None:
+        """Take what the delta adds; what is known already is skipped.
+
+        Raises:
+            MessageError: the delta contradicts itself or does not join what is here; nothing changes.
+        """
+        tokens = body.buffer(delta.tokens)
+        if len(tokens) % 4:
+            raise self._error("tokens are int32", found=f"{len(tokens)} bytes")
+        if delta.tokens_from > self.num_tokens or delta.items_from > self.num_items:
+            raise self._error(
+                "the message continues what is not here",
+                expected=f"at most ({self.num_tokens}, {self.num_items})",
+                found=(delta.tokens_from, delta.items_from),
+            )
+        total = max(self.num_tokens, delta.tokens_from + len(tokens) // 4)
+        known = self.num_items - delta.items_from
+        runs = self._check_items(delta, body, total, known)
+        stored = self._check_columns(delta, body)
+        self._grow(delta.tokens_from, np.frombuffer(tokens, np.int32), total)
+        self._append(delta, known, runs, stored)
+
+    def metadata(self, field: str) -> list[FieldValue]:
+        """The `keep_on_cpu` field of every item that has it, in order, on the CPU.
+
+        Raises:
+            FieldError: items exist, but none has the field, or it is not marked `keep_on_cpu`.
+        """
+        columns = [stored for stored in self._stored if stored.name == field]
+        if not columns and self.num_items:
+            raise FieldError("no item has such metadata", request_id=self.request_id, field=field)
+        if all(one.indices[-1] < other.indices[0] for one, other in pairwise(columns)):
+            return [value for stored in columns for value in stored.unpack()]
+        pairs = [pair for stored in columns for pair in zip(stored.indices, stored.unpack())]
+        return [value for _, value in sorted(pairs, key=lambda pair: pair[0])]
+
+    def request(self) -> MultimodalRequest:
+        """The request with its items; their fields are the metadata alone.
+
+        Raises:
+            MMCacheError: the items do not make a request.
+        """
+        if self._request is None:
+            self._request = MultimodalRequest(self.request_id, [], cache_salt=self.cache_salt, adapter=self.adapter)
+        done_tokens, done_items = self._request.num_tokens, len(self._request.items)
+        if done_tokens < self.num_tokens or done_items < self.num_items:
+            items = [self._item(index) for index in range(done_items, self.num_items)]
+            self._request.extend(self.token_ids[done_tokens:], items)
+        return self._request
+
+    def strip(self, indices: Iterable[int]) -> None:
+        """Take the payload out of the request's items again, so that they keep no shared memory."""
+        if self._request is not None:
+            for index in indices:
+                self._request.items[index] = self._item(index)
+
+    def placeholder(self, index: int) -> PlaceholderRange:
+        """The range of an item."""
+        length, runs = self._lengths[index], self._runs[index]
+        if runs is None:
+            return PlaceholderRange(self._offsets[index], length)
+        mask = np.zeros(length, np.bool_)
+        for start, count in runs.tolist():
+            mask[start : start + count] = True
+        return PlaceholderRange(self._offsets[index], length, mask)
+
+    def num_rows(self, index: int) -> int:
+        """Embedding rows of an item."""
+        runs = self._runs[index]
+        return self._lengths[index] if runs is None else int(runs[:, 1].sum())
+
+    def modality(self, index: int) -> str:
+        """Modality of an item."""
+        return self._modalities[index]
+
+    def fields(self, index: int, payload: Mapping[str, FieldValue]) -> ItemFields | None:
+        """An item's fields: its metadata, and the payload given; None where the item came without fields.
+
+        Raises:
+            MessageError: the payload is not what the item's schema says.
+        """
+        number = self._schema_of[index]
+        if number < 0:
+            return None
+        schema = self._schemas[number]
+        if payload and {spec.name for spec in schema if not spec.keep_on_cpu} != payload.keys():
+            raise self._error("an item's payload is the fields of its schema", item=index, found=sorted(payload))
+        data: dict[str, FieldValue] = dict(payload)
+        for stored in self._stored:
+            if stored.indices[0] <= index <= stored.indices[-1]:
+                at = bisect_left(stored.indices, index)
+                if stored.indices[at] == index:
+                    data[stored.name] = stored.unpack()[at]
+        listed = frozenset(spec.name for spec in schema if spec.listed and spec.name in data)
+        ordered = {spec.name: data[spec.name] for spec in schema if spec.name in data}
+        return ItemFields(ordered, self._configs_of(number, self._modalities[index]), listed=listed)
+
+    def plan_schemas(self, num_items: int) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+        """The distinct ((field, keep_on_cpu), ...) of the items, and which of them each of the first so many has."""
+        done = len(self._plan_schemas[1])
+        if done < self.num_items:
+            schemas = list(self._plan_schemas[0])
+            numbers: dict[int, int] = {}
+            for number in self._schema_of[done:]:
+                if number not in numbers:
+                    schema = (
+                        () if number < 0 else tuple((spec.name, spec.keep_on_cpu) for spec in self._schemas[number])
+                    )
+                    if schema not in schemas:
+                        schemas.append(schema)
+                    numbers[number] = schemas.index(schema)
+            new = tuple(map(numbers.__getitem__, self._schema_of[done:]))
+            self._plan_schemas = (tuple(schemas), self._plan_schemas[1] + new)
+        schemas_now, schema_of = self._plan_schemas
+        return schemas_now, schema_of if num_items == len(schema_of) else schema_of[:num_items]
+
+    def _item(self, index: int) -> MultimodalItem:
+        fields = self.fields(index, {})
+        return MultimodalItem(self._modalities[index], fields, self.placeholder(index), self.identifiers[index])
+
+    def _grow(self, start: int, tokens: _Runs, total: int) -> None:
+        if total > len(self._buffer):
+            grown = np.empty(max(total, 2 * len(self._buffer) if self.num_tokens else 0), np.int32)
+            grown[: self.num_tokens] = self._buffer[: self.num_tokens]
+            self._buffer = grown
+        new = tokens[max(self.num_tokens - start, 0) :]
+        self._buffer[total - len(new) : total] = new
+        self.num_tokens = total
+
+    def _append(self, delta: Delta, known: int, runs: _Runs, stored: list[_Stored]) -> None:
+        first = len(self._schemas)
+        self._schemas += delta.schemas
+        self.identifiers += delta.identifiers[known:]
+        modalities = delta.modalities
+        self._modalities += [modalities[number] for number in delta.modality_of[known:]]
+        self._offsets += delta.offsets[known:]
+        self._lengths += delta.lengths[known:]
+        self._schema_of += [number if number < 0 else first + number for number in delta.schema_of[known:]]
+        start = 0
+        for index, count in enumerate(delta.run_counts):
+            if index >= known:
+                self._runs.append(None if count < 0 else runs[start : start + count])
+            start += max(count, 0)
+        for column in stored:
+            if known > 0:
+                # Said before and not acknowledged then: the values that are here stay.
+                keep = [i for i, index in enumerate(column.indices) if index >= delta.items_from + known]
+                values = column.unpack() if keep else []
+                column.indices, column.values = [column.indices[i] for i in keep], [values[i] for i in keep]
+            if column.indices:
+                self._stored.append(column)
+
+    def _check_items(self, delta: Delta, body: Body, num_tokens: int, known: int) -> _Runs:
+        count = len(delta.identifiers)
+        columns = (delta.modality_of, delta.offsets, delta.lengths, delta.run_counts, delta.schema_of)
+        if any(len(column) != count for column in columns):
+            raise self._error("columns have one entry an item", expected=count, found=[len(c) for c in columns])
+        if count and max(delta.modality_of) >= len(delta.modalities):
+            raise self._error("an item has a modality of the message", found=max(delta.modality_of))
+        if count and max(delta.schema_of) >= len(delta.schemas):
+            raise self._error("an item has a schema of the message", found=max(delta.schema_of))
+        offsets = delta.offsets
+        if any(one > other for one, other in pairwise(offsets)) or any(
+            offset + length > num_tokens for offset, length in zip(offsets, delta.lengths)
+        ):
+            raise self._error("items are sorted and lie within the tokens", expected=f"at most {num_tokens}")
+        if known < count and known >= 0 and self._offsets and offsets[known] < self._offsets[-1]:
+            raise self._error("items are sorted by offset", found=offsets[known])
+        buffer = body.buffer(delta.runs)
+        total = sum(count for count in delta.run_counts if count > 0)
+        if len(buffer) != 8 * total:
+            raise self._error("runs are pairs of int32", expected=8 * total, found=len(buffer))
+        runs = np.frombuffer(buffer, np.int32).reshape(-1, 2).copy()
+        start = 0
+        for count, length in zip(delta.run_counts, delta.lengths) if total else ():
+            if count > 0:
+                own = runs[start : start + count].astype(np.int64)
+                ends = own[:, 0] + own[:, 1]
+                if own[0, 0] < 0 or ends[-1] > length or (own[:, 1] <= 0).any() or (own[1:, 0] < ends[:-1]).any():
+                    raise self._error("runs are sorted and lie within their range", found=own[:4].tolist())
+                start += count
+        return runs
+
+    def _check_columns(self, delta: Delta, body: Body) -> list[_Stored]:
+        block = body.buffer(delta.metadata)
+        limit = len(block)
+        members: dict[int, list[int]] = {}
+        for index, number in enumerate(delta.schema_of, delta.items_from):
+            members.setdefault(number, []).append(index)
+        expected = {
+            (number, position)
+            for number, schema in enumerate(delta.schemas)
+            for position, spec in enumerate(schema)
+            if spec.keep_on_cpu
+        }
+        if {(column.schema, column.field) for column in delta.columns} != expected or len(expected) != len(
+            delta.columns
+        ):
+            raise self._error("there is one column for each keep_on_cpu field")
+        own = bytearray(block)
+        stored = []
+        for column in delta.columns:
+            indices = members.get(column.schema, [])
+            if column.stacked is not None:
+                leaf_bytes(column.stacked, limit)
+                count = column.stacked[1][0] if column.stacked[1] else -1
+            else:
+                for _, leaves in column.values:
+                    for leaf in leaves:
+                        leaf_bytes(leaf, limit)
+                count = len(column.refs)
+                if count and max(column.refs) >= len(column.values):
+                    raise self._error("an item has a value of its column", found=max(column.refs))
+            if count != len(indices):
+                raise self._error("a column has one value an item", expected=len(indices), found=count)
+            if indices:
+                name = delta.schemas[column.schema][column.field].name
+                stored.append(_Stored(name, list(indices), column, own))
+        return stored
+
+    def _configs_of(self, number: int, modality: str) -> dict[str, FieldConfig]:
+        configs = self._configs.get((number, modality))
+        if configs is None:
+            configs = self._configs[number, modality] = {
+                spec.name: FieldConfig(
+                    modality, cast(Any, spec.layout), spec.keep_on_cpu, spec.dim, None, spec.batch_size
+                )
+                for spec in self._schemas[number]
+            }
+        return configs
+
+    def _error(self, message: str, **where: Any) -> MMCacheError:
+        return MessageError(message, request_id=self.request_id, **where)

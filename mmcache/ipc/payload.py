@@ -1,0 +1,206 @@
+"""Finding the payload of a step's items: in the arena, else in the message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mmcache.errors import ArenaFullError, FieldError, MissingContentError
+from mmcache.fields import FieldValue
+from mmcache.ipc.arena import Arena, Region
+from mmcache.ipc.messages import Payload, Piece
+from mmcache.ipc.values import flatten, write_tensor
+from mmcache.items import MultimodalItem, MultimodalRequest
+from mmcache.planning import ItemStatus, StepPlan
+
+__all__ = ["Buffers", "Held", "give_back", "hold_payload", "missing_content", "needed_payload"]
+
+_EMBEDS = "embeds"
+
+
+@dataclass(slots=True)
+class Buffers:
+    """The buffers of one message."""
+
+    buffers: list[bytes | memoryview] = field(default_factory=list)
+    _known: dict[int, int] = field(default_factory=dict)
+
+    def add(self, buffer: bytes | memoryview) -> int:
+        """Add a buffer; returns its number."""
+        self.buffers.append(buffer)
+        return len(self.buffers) - 1
+
+    def add_once(self, key: int, make: Callable[[], bytes | memoryview]) -> int:
+        """The number of the buffer with this key, added if it is not there."""
+        if key not in self._known:
+            self._known[key] = self.add(make())
+        return self._known[key]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPiece:
+    """Fields that lie together; `region`: where in the arena, or None where they found no room."""
+
+    fields: Mapping[str, FieldValue] = field(repr=False)
+    region: Region | None
+
+    def describe(self, arena: Arena | None, attached: bool, buffers: Buffers) -> Piece:
+        """For a message; to a worker that is not attached the bytes travel in it."""
+        region = self.region
+        if region is not None and arena is not None:
+            fields = [(name, list(nest), list(leaves)) for name, nest, leaves in region.fields]
+            if attached:
+                return Piece(place=(region.offset, region.nbytes, region.serial), buffer=0, fields=fields)
+            return Piece(place=None, buffer=buffers.add_once(region.serial, lambda: arena.read(region)), fields=fields)
+        fields = []
+        writes: list[tuple[int, Tensor]] = []
+        end = 0
+        for name, value in self.fields.items():
+            nest, leaves, tensors, end = flatten(value, name, end)
+            fields.append((name, nest, leaves))
+            writes += zip((offset for _, _, offset in leaves), tensors)
+
+        def write() -> bytes | memoryview:
+            block = torch.empty(end, dtype=torch.uint8)
+            for offset, tensor in writes:
+                write_tensor(block.data_ptr(), block, offset, tensor)
+            return block.numpy().data if end else b""
+
+        key = -id(next(iter(self.fields.values())))
+        return Piece(place=None, buffer=buffers.add_once(key, write), fields=fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The payload of one item for one step; the holder has one reference to each piece's region.
+
+    Attributes:
+        index: the item.
+        embeds: whether it is client-given embeddings.
+        pieces: its own fields, and each field that it shares with others.
+    """
+
+    index: int
+    embeds: bool
+    pieces: tuple[HeldPiece, ...]
+
+    @property
+    def regions(self) -> list[Region]:
+        """What of it lies in the arena."""
+        return [piece.region for piece in self.pieces if piece.region is not None]
+
+    def describe(self, arena: Arena | None, attached: bool, buffers: Buffers) -> Payload:
+        """For a message; to a worker that is not attached the bytes travel in it."""
+        pieces = [piece.describe(arena, attached, buffers) for piece in self.pieces]
+        return Payload(index=self.index, embeds=self.embeds, pieces=pieces)
+
+
+def needed_payload(plan: StepPlan) -> list[int]:
+    """The items whose payload a worker needs to run a plan: those to encode, and client-given embeddings."""
+    given = {item.index for item in plan.items if item.handle < 0 and item.status is ItemStatus.STORED}
+    return sorted(given.union(plan.missing)) if given else list(plan.missing)
+
+
+def hold_payload(
+    arena: Arena | None, request: MultimodalRequest, indices: Sequence[int], reap: Callable[[], bool]
+) -> tuple[list[Held], list[int]]:
+    """Hold the payload of these items.
+
+    Args:
+        arena: where it is put; None puts nothing.
+        request: whose items.
+        indices: which.
+        reap: called when the arena is full; True if it has become less full.
+
+    Returns:
+        (held, missing): `missing` are the items whose content is nowhere.
+
+    Raises:
+        FieldError: a value cannot travel; nothing is held then.
+    """
+    held: list[Held] = []
+    missing = []
+    try:
+        for index in indices:
+            one = _hold(arena, request, index, request.items[index], reap)
+            if one is None:
+                missing.append(index)
+            else:
+                held.append(one)
+    except FieldError as error:
+        give_back(arena, held)
+        raise error.about(request_id=request.request_id, item=index) from None
+    except BaseException:
+        give_back(arena, held)
+        raise
+    return held, missing
+
+
+def give_back(arena: Arena | None, held: Sequence[Held]) -> None:
+    """Release what was held."""
+    if arena is not None:
+        for one in held:
+            for region in one.regions:
+                arena.release(region)
+
+
+def missing_content(request: MultimodalRequest, missing: Sequence[int]) -> MissingContentError:
+    """The error that names all of them, so that a client can resend them in one round."""
+    return MissingContentError(
+        f"items {list(missing)} have to be encoded, but only their metadata is here",
+        request_id=request.request_id,
+        item=missing[0],
+        items=missing,
+    )
+
+
+def _hold(
+    arena: Arena | None, request: MultimodalRequest, index: int, item: MultimodalItem, reap: Callable[[], bool]
+) -> Held | None:
+    # The salt is part of the key: no tenant reads what another brought by naming its digest.
+    salt, rows = request.cache_salt, item.placeholder.num_embeds
+    embeds = item.embeds is not None
+    key = (salt, embeds, item.modality, item.identifier)
+    own: dict[str, FieldValue] = {}
+    shared: dict[str, FieldValue] = {}
+    if item.embeds is not None:
+        own = {_EMBEDS: item.embeds}
+    elif item.fields is not None:
+        for name, value in item.fields.items():
+            config = item.fields.config(name)
+            if not config.keep_on_cpu:
+                (shared if config.layout == "shared" else own)[name] = value
+    if not own and not shared:
+        # It came without its content, or was stripped; perhaps the arena still has what somebody of its tenant gave.
+        region = None if arena is None else arena.find(key, modality=item.modality, rows=rows)
+        return None if region is None else Held(index, embeds, (HeldPiece({}, region),))
+    pieces = [HeldPiece(own, _put(arena, key, own, item.modality, rows, reap))] if own else []
+    for name, value in shared.items():
+        # Written once for all items that share the object; the arena compares what lies under a key anyway.
+        place = _put(arena, (salt, "shared", name, id(value)), {name: value}, item.modality, -1, reap)
+        pieces.append(HeldPiece({name: value}, place))
+    return Held(index, embeds, tuple(pieces))
+
+
+def _put(
+    arena: Arena | None,
+    key: Hashable,
+    fields: Mapping[str, FieldValue],
+    modality: str,
+    rows: int,
+    reap: Callable[[], bool],
+) -> Region | None:
+    if arena is None:
+        return None
+    try:
+        return arena.hold(key, fields, modality=modality, rows=rows)
+    except ArenaFullError:
+        if not reap():
+            return None
+    try:
+        return arena.hold(key, fields, modality=modality, rows=rows)
+    except ArenaFullError:
+        return None

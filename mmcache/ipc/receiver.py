@@ -1,0 +1,299 @@
+"""The worker's side: steps in order, what is lacking asked for, what was read given back.
+
+Messages may come out of order or twice; those of an epoch that is over are dropped. A receiver that has lost track
+starts a new epoch, and the scheduler says everything again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from mmcache.errors import ConfigError, MessageError
+from mmcache.fields import FieldValue
+from mmcache.ipc.channel import Channel
+from mmcache.ipc.messages import Hello, Part, Payload, Piece, Report, Resend, Step, Welcome, decode, encode
+from mmcache.ipc.mirror import Mirror
+from mmcache.ipc.plans import decode_plan
+from mmcache.ipc.reader import ArenaReader
+from mmcache.ipc.step import RowStore, WorkerPart, WorkerStep
+from mmcache.ipc.unpack import Watermark, unpack_fields
+from mmcache.ipc.wire import Body, Frame, Kind, body_parts, inline_frame, parse_body, parse_frame
+
+__all__ = ["Receiver"]
+
+# More messages ahead of one that has not come than this mean that it was lost.
+_MAX_EARLY = 4096
+
+
+class Receiver:
+    """Receives the steps of one scheduler. For one thread at a time; tensors may be dropped in any thread.
+
+    Attributes:
+        worker: the worker's name, as the scheduler added it.
+        epoch: number of this receiver's present life, growing on one host.
+        stale: messages dropped because they were of another epoch, or came twice.
+    """
+
+    def __init__(
+        self, channel: Channel, worker: str, *, store: RowStore | None = None, reads_payload: bool = True
+    ) -> None:
+        """Make a receiver and say hello.
+
+        Args:
+            channel: to the scheduler.
+            worker: its name.
+            store: where rows are kept; plans are applied to it in order. None for a worker that keeps none.
+            reads_payload: False for later pipeline stages, which need tokens, plans and metadata only.
+
+        Raises:
+            ConfigError: a store without payload: rows that it lacks could not be made.
+        """
+        if store is not None and not reads_payload:
+            raise ConfigError("a worker that keeps rows reads payload", found="a store and reads_payload=False")
+        self.worker = worker
+        self.epoch = 0
+        self.stale = 0
+        self._channel = channel
+        self._store = store
+        self._reads_payload = reads_payload
+        self._session = 0
+        self._arena_path = ""
+        self.reset(channel)
+
+    def reset(self, channel: Channel | None = None) -> None:
+        """Start a new epoch: forget all requests and steps, and join again.
+
+        Args:
+            channel: to a scheduler that was started anew; None: the same as before.
+        """
+        self.epoch = max(self.epoch + 1, time.monotonic_ns())
+        self._reader: ArenaReader | None = None
+        self._mirrors: dict[int, Mirror] = {}
+        self._expected = 1
+        self._early: dict[int, Frame] = {}
+        self._waiting: WorkerStep | None = None
+        self._lost: list[tuple[int, list[tuple[int, list[int]]]]] = []
+        self._finished, self._released = Watermark(), Watermark()
+        self._reading: dict[int, int] = {}  # step's message to the regions that tensors still show
+        self._gone: deque[int] = deque()  # one entry a region that no tensor shows any more
+        if channel is not None:
+            self._channel = channel
+            self._session = 0
+            self._say(Kind.HELLO, Hello(worker=self.worker, attached=False, reads_payload=self._reads_payload))
+        elif self._session:
+            self._join()
+
+    def next(self, timeout: float | None = 0.0) -> WorkerStep | None:
+        """The next step, in the order in which they were sent.
+
+        Args:
+            timeout: seconds to wait for one; None waits for ever.
+
+        Returns:
+            The step, or None where none is ready in time.
+
+        Raises:
+            MessageError: a message is malformed or contradicts what is here; it is dropped. `reset` starts anew.
+            EOFError, OSError: the scheduler is gone; `reset` with a channel to the next one.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            self.acknowledge()
+            step = self._advance()
+            if step is not None:
+                return step
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not self._channel.poll(left):
+                return None
+            self._handle(parse_frame(self._channel.recv_bytes()))
+
+    def acknowledge(self) -> None:
+        """Give back what no tensor shows any more; `next` does it too."""
+        if not self._gone:
+            return
+        changed = False
+        while self._gone:
+            sequence = self._gone.popleft()
+            self._reading[sequence] -= 1
+            changed |= self._release(sequence)
+        if changed:
+            self._report()
+
+    def _release(self, sequence: int) -> bool:
+        if self._reading.get(sequence, 0) or sequence not in self._finished:
+            return False
+        self._reading.pop(sequence, None)
+        self._released.add(sequence)
+        return True
+
+    def _handle(self, frame: Frame) -> None:
+        if frame.kind is Kind.WELCOME:
+            if frame.epoch == self.epoch and not self._session:
+                self._session = frame.session
+                self._arena_path = decode(Welcome, _inline(frame).header).path
+                self._join()
+        elif frame.session != self._session or frame.epoch != self.epoch:
+            self.stale += 1
+        elif frame.kind is Kind.STEP:
+            if frame.sequence < self._expected or frame.sequence in self._early:
+                self.stale += 1
+            elif len(self._early) >= _MAX_EARLY:
+                raise MessageError("a message was lost", expected=self._expected, found=frame.sequence)
+            else:
+                self._early[frame.sequence] = frame
+        elif frame.kind is Kind.RESEND:
+            self._take_resend(frame)
+        else:
+            raise MessageError("a scheduler sends steps", found=frame.kind.name)
+
+    def _join(self) -> None:
+        if self._arena_path:
+            try:
+                self._reader = ArenaReader(self._arena_path, self.epoch)
+            except ConfigError:
+                self._reader = None  # no shared memory with the scheduler: its messages carry the bytes
+        hello = Hello(worker=self.worker, attached=self._reader is not None, reads_payload=self._reads_payload)
+        self._say(Kind.HELLO, hello)
+
+    def _advance(self) -> WorkerStep | None:
+        while self._waiting is None and self._expected in self._early:
+            # A message that raises is gone, and never acknowledged: only a new epoch goes on.
+            body = self._body(self._early.pop(self._expected))
+            step = self._begin(self._expected, decode(Step, body.header), body)
+            self._expected += 1
+            if not step.parts:
+                step.done()
+            elif self._lost:
+                self._waiting = step
+                self._report()
+            else:
+                return step
+        if self._waiting is not None and not self._lost:
+            step, self._waiting = self._waiting, None
+            return step
+        return None
+
+    def _begin(self, sequence: int, message: Step, body: Body) -> WorkerStep:
+        """Take a step's message in; nothing has been taken, and no plan applied, if it raises."""
+        for uid in message.ended:
+            self._mirrors.pop(uid, None)
+        for delta in message.deltas:
+            mirror = self._mirrors.get(delta.uid) or Mirror(delta)
+            mirror.extend(delta, body)
+            self._mirrors[delta.uid] = mirror
+        values: dict[object, dict[str, FieldValue]] = {}
+        parts = [self._part(sequence, part, body, values) for part in message.parts]
+        epoch = self.epoch
+
+        def done() -> None:
+            if self.epoch == epoch:
+                self._finish(sequence)
+
+        step = WorkerStep(message.step, parts, done)
+        if self._store is not None:
+            lost = []
+            for number, part in enumerate(parts):
+                indices = part.lack(set(self._store.apply(part.plan).lost))
+                if indices:
+                    lost.append((number, indices))
+            self._lost = [(sequence, lost)] if lost else []
+        return step
+
+    def _part(self, sequence: int, part: Part, body: Body, values: dict[object, dict[str, FieldValue]]) -> WorkerPart:
+        mirror = self._mirrors.get(part.uid)
+        if mirror is None:
+            raise MessageError("a plan is for a request that is here", found=f"request number {part.uid}")
+        plan = decode_plan(part, mirror)
+        payload = {}
+        for one in part.payloads:
+            if one.index >= plan.num_items:
+                raise MessageError("payload is for an item", request_id=plan.request_id, found=one.index)
+            payload[one.index] = self._payload(sequence, one, body, values)
+        missing = sorted(set(plan.missing) - payload.keys())
+        if missing and self._reads_payload:
+            raise MessageError("a step brings the payload to encode", request_id=plan.request_id, found=missing)
+        return WorkerPart(plan, mirror, self._store, payload)
+
+    def _payload(
+        self, sequence: int, payload: Payload, body: Body, values: dict[object, dict[str, FieldValue]]
+    ) -> dict[str, FieldValue] | Tensor:
+        fields: dict[str, FieldValue] = {}
+        for piece in payload.pieces:
+            key = piece.place if piece.place is not None else piece.buffer
+            if key not in values:
+                values[key] = unpack_fields(piece.fields, self._block(sequence, piece, body))
+            fields.update(values[key])
+        if not payload.embeds:
+            return fields
+        (value,) = fields.values() if len(fields) == 1 else (None,)
+        if not isinstance(value, Tensor) or value.dim() != 2:
+            raise MessageError("client-given embeddings are one tensor [rows, width]", found=sorted(fields))
+        return value
+
+    def _block(self, sequence: int, piece: Piece, body: Body) -> Tensor:
+        if piece.place is None:
+            return torch.frombuffer(bytearray(body.buffer(piece.buffer)) or bytearray(1), dtype=torch.uint8)
+        if self._reader is None:
+            raise MessageError("payload lies in an arena that this worker does not read")
+        gone = self._gone
+        block = self._reader.block(*piece.place, lambda: gone.append(sequence))
+        self._reading[sequence] = self._reading.get(sequence, 0) + 1
+        return block
+
+    def _take_resend(self, frame: Frame) -> None:
+        step = self._waiting
+        if step is None or not self._lost or self._lost[0][0] != frame.sequence:
+            self.stale += 1
+            return
+        body = self._body(frame)
+        message = decode(Resend, body.header)
+        values: dict[object, dict[str, FieldValue]] = {}
+        answers = dict(message.payloads)
+        failed = dict(message.failed)
+        for number, indices in self._lost[0][1]:
+            if number in failed:
+                continue
+            payloads = {p.index: self._payload(frame.sequence, p, body, values) for p in answers.get(number, ())}
+            if sorted(payloads) != indices:
+                raise MessageError("what was lost comes again", expected=indices, found=sorted(payloads))
+            step.parts[number].supply(payloads)
+        for number in sorted(failed, reverse=True):
+            if number < len(step.parts):
+                part = step.parts.pop(number)
+                step.failed[part.request_id] = tuple(failed[number])
+        self._lost = []
+
+    def _body(self, frame: Frame) -> Body:
+        if frame.region is None:
+            return _inline(frame)
+        if self._reader is None:
+            raise MessageError("a message lies in an arena that this worker does not read")
+        return parse_body(self._reader.view(*frame.region))
+
+    def _finish(self, sequence: int) -> None:
+        self._finished.add(sequence)
+        self._release(sequence)
+        self._report()
+
+    def _report(self) -> None:
+        report = Report(
+            taken=self._expected - 1,
+            finished=(self._finished.upto, sorted(self._finished.beyond)),
+            released=(self._released.upto, sorted(self._released.beyond)),
+            lost=self._lost,
+        )
+        self._say(Kind.REPORT, report)
+
+    def _say(self, kind: Kind, header: Hello | Report) -> None:
+        frame = inline_frame(kind, self._session, self.epoch, 0, body_parts(encode(header)))
+        self._channel.send_bytes(frame)
+
+
+def _inline(frame: Frame) -> Body:
+    if frame.body is None:
+        raise MessageError("the message carries its body", found=frame.kind.name)
+    return parse_body(frame.body)

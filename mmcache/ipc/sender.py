@@ -1,0 +1,394 @@
+"""The scheduler's side: steps go out, acknowledgements come in.
+
+Nothing is inferred about a worker. What it has is what it acknowledged in its present epoch; everything else is said
+again, which costs little, since payload lies in the arena and is named, not sent.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mmcache.errors import ConfigError, MessageError, RequestError
+from mmcache.ipc.arena import Arena, Region
+from mmcache.ipc.channel import Channel
+from mmcache.ipc.compose import Composer, StepBody
+from mmcache.ipc.messages import Hello, Payload, Report, Resend, Welcome, decode, encode
+from mmcache.ipc.payload import Buffers, Held, give_back, hold_payload, missing_content, needed_payload
+from mmcache.ipc.peers import LostRows, Peer, Sent, StepPart, WorkerReport
+from mmcache.ipc.wire import Frame, Kind, body_parts, inline_frame, parse_body, parse_frame
+from mmcache.items import MultimodalRequest
+from mmcache.planning import StepPlan
+
+__all__ = ["Sender", "SenderStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class SenderStats:
+    """Counters of a sender.
+
+    Attributes:
+        steps, messages, message_bytes: steps sent; messages sent through channels, and their bytes.
+        resends: answers to workers that lacked rows.
+        stale: messages of an epoch or session that is over.
+        under_way: steps that some worker has not finished or not given back.
+        quarantined: epochs that are over, but whose process may still read the arena.
+    """
+
+    steps: int
+    messages: int
+    message_bytes: int
+    resends: int
+    stale: int
+    under_way: int
+    quarantined: int
+
+
+class Sender:
+    """Sends steps to any number of workers, each with a state of its own. For one thread at a time.
+
+    Attributes:
+        arena: where payload lies.
+        session: number of this sender's life, by which workers tell it from one before it.
+    """
+
+    def __init__(self, arena: Arena | None) -> None:
+        """Make a sender without workers.
+
+        Args:
+            arena: shared memory for payload, which stays the caller's to close; None sends all bytes in messages.
+        """
+        self.arena = arena
+        self.session = secrets.randbits(63) | 1
+        self._peers: dict[str, Peer] = {}
+        self._requests: dict[str, tuple[MultimodalRequest, int]] = {}
+        self._next_uid = 1
+        self._steps = self._messages = self._message_bytes = self._resends = self._stale = 0
+        self._quarantine: list[tuple[int, list[Region]]] = []
+
+    @property
+    def workers(self) -> dict[str, bool]:
+        """The workers by name, and whether each has joined."""
+        return {name: peer.epoch > 0 for name, peer in self._peers.items()}
+
+    def add(self, worker: str, channel: Channel) -> None:
+        """Talk to a worker over this channel: a new one, or a known one that was started again.
+
+        It joins when its receiver says hello. What was under way for a known worker goes to its next epoch.
+        """
+        if not isinstance(worker, str) or not worker:
+            raise ConfigError("a worker's name is a non-empty string", found=repr(worker))
+        peer = self._peers.get(worker)
+        if peer is None:
+            self._peers[worker] = Peer(worker, channel)
+            return
+        self._end_epoch(peer)
+        peer.channel = channel
+
+    def remove(self, worker: str) -> None:
+        """Forget a worker, and what was under way for it; memory that it may still read is kept until it cannot."""
+        peer = self._peers.pop(worker, None)
+        if peer is not None:
+            self._end_epoch(peer)
+            self._reap()
+
+    def send(self, parts: Sequence[tuple[MultimodalRequest, StepPlan]], *, workers: Iterable[str] | None = None) -> int:
+        """Send one step, the same batch to each worker. Workers that have not joined get it when they do.
+
+        Args:
+            parts: requests and the plans for them, of one batch. Keep a request's items until it is finished.
+            workers: names; None sends to all.
+
+        Returns:
+            Number of the step, as `WorkerReport.finished` names it.
+
+        Raises:
+            MissingContentError: items to encode came without content, and nobody has it; names one request and all such
+                items of it.
+            RequestError: a plan is not of its request.
+            FieldError: a field cannot travel.
+            ConfigError: there is no such worker.
+            (All before anything is sent or noted.)
+        """
+        peers = self._named(workers)
+        held: list[list[Held]] = []
+        numbered: list[StepPart] = []
+        new: dict[str, tuple[MultimodalRequest, int]] = {}
+        composer = Composer(self.arena, self._steps + 1, numbered, held)
+        try:
+            for request, plan in parts:
+                _check_plan(request, plan)
+                own, missing = hold_payload(self.arena, request, needed_payload(plan), self._reap)
+                held.append(own)
+                if missing:
+                    raise missing_content(request, missing)
+                numbered.append(StepPart(request, plan, self._uid_of(request, new)))
+            bodies = [composer.body(peer) if peer.epoch else None for peer in peers]
+            if not any(bodies):
+                composer.body(Peer("", None))  # nobody has joined: what cannot travel is still refused now
+        except BaseException:
+            composer.close()
+            raise
+        self._steps += 1
+        self._note(new)
+        for peer, body in zip(peers, bodies):
+            if body is None:
+                peer.waiting.append(Sent(self._steps, numbered))
+            else:
+                self._send_step(peer, Sent(self._steps, numbered), body, composer)
+        composer.close()
+        return self._steps
+
+    def poll(self) -> list[WorkerReport]:
+        """Take in all that has arrived, without waiting; answers workers that join or that lack rows.
+
+        Returns:
+            One report for each worker that there is news of.
+        """
+        reports = []
+        for peer in self._peers.values():
+            try:
+                while peer.channel is not None and peer.channel.poll(0):
+                    self._handle(peer, parse_frame(peer.channel.recv_bytes()))
+            except (OSError, EOFError):
+                self._break(peer)
+            except MessageError as error:
+                self._break(peer)
+                peer.news.error = error
+            report = peer.report()
+            if report is not None:
+                reports.append(report)
+        if self._quarantine:
+            self._reap()
+        return reports
+
+    def finish(self, request: MultimodalRequest | str) -> None:
+        """The request is done, rejected or aborted: workers forget it with the next step; idempotent."""
+        request_id = request if isinstance(request, str) else request.request_id
+        known = self._requests.get(request_id)
+        if known is None or (not isinstance(request, str) and known[0] is not request):
+            return
+        del self._requests[request_id]
+        self._forget(known[1])
+
+    def flush(self) -> None:
+        """Tell the workers now which requests are over, without a step. For schedulers that fall idle."""
+        for peer in self._peers.values():
+            if peer.epoch and peer.ended:
+                composer = Composer(self.arena, 0, [], [])
+                self._send_step(peer, Sent(0, []), composer.body(peer), composer)
+                composer.close()
+
+    def stats(self) -> SenderStats:
+        """The counters."""
+        return SenderStats(
+            steps=self._steps,
+            messages=self._messages,
+            message_bytes=self._message_bytes,
+            resends=self._resends,
+            stale=self._stale,
+            under_way=sum(len(peer.sent) + len(peer.waiting) for peer in self._peers.values()),
+            quarantined=len(self._quarantine),
+        )
+
+    def _named(self, workers: Iterable[str] | None) -> list[Peer]:
+        if workers is None:
+            return list(self._peers.values())
+        peers = []
+        for name in dict.fromkeys(workers):
+            if name not in self._peers:
+                raise ConfigError("there is no such worker", found=repr(name), expected=f"one of {sorted(self._peers)}")
+            peers.append(self._peers[name])
+        return peers
+
+    def _uid_of(self, request: MultimodalRequest, new: dict[str, tuple[MultimodalRequest, int]]) -> int:
+        known = new.get(request.request_id) or self._requests.get(request.request_id)
+        if known is not None and known[0] is request:
+            return known[1]
+        new[request.request_id] = (request, self._next_uid + len(new))
+        return new[request.request_id][1]
+
+    def _note(self, new: dict[str, tuple[MultimodalRequest, int]]) -> None:
+        for request_id, known in new.items():
+            # Another request under a known name: what workers know of the old one says nothing about this one.
+            self.finish(request_id)
+            self._requests[request_id] = known
+        self._next_uid += len(new)
+
+    def _forget(self, uid: int) -> None:
+        for peer in self._peers.values():
+            told = uid in peer.known or any(uid in sent.told for sent in peer.sent.values())
+            peer.known.pop(uid, None)
+            for sent in peer.sent.values():
+                sent.told.pop(uid, None)
+            if told:
+                peer.ended.append(uid)
+
+    def _lives(self, part: StepPart) -> bool:
+        known = self._requests.get(part.request.request_id)
+        return known is not None and known[1] == part.uid
+
+    def _send_step(self, peer: Peer, sent: Sent, body: StepBody, composer: Composer) -> None:
+        peer.sequence += 1
+        peer.sent[peer.sequence] = sent
+        sent.told = dict(body.told)
+        sent.regions = composer.lend(body, peer)
+        peer.ended = peer.ended[body.ended :]
+        self._put(peer, body.frame(Kind.STEP, self.session, peer.epoch, peer.sequence))
+
+    def _put(self, peer: Peer, frame: bytes) -> None:
+        if peer.channel is None:
+            return
+        try:
+            peer.channel.send_bytes(frame)
+        except (OSError, EOFError):
+            self._break(peer)
+            return
+        self._messages += 1
+        self._message_bytes += len(frame)
+
+    def _break(self, peer: Peer) -> None:
+        self._end_epoch(peer)
+        peer.channel = None
+        peer.news.gone = True
+
+    def _end_epoch(self, peer: Peer) -> None:
+        epoch = peer.epoch
+        regions = peer.leave()
+        if regions:
+            self._quarantine.append((epoch, regions))
+
+    def _reap(self) -> bool:
+        """Release what epochs held that nobody reads under any more; whether there were any."""
+        if self.arena is None:
+            return False
+        before = len(self._quarantine)
+        alive = []
+        for epoch, regions in self._quarantine:
+            if self.arena.reader_lives(epoch):
+                alive.append((epoch, regions))
+            else:
+                self._release(regions)
+        self._quarantine = alive
+        return len(alive) < before
+
+    def _release(self, regions: Sequence[Region]) -> None:
+        if self.arena is not None:
+            for region in regions:
+                self.arena.release(region)
+
+    def _handle(self, peer: Peer, frame: Frame) -> None:
+        if frame.body is None:
+            raise MessageError("a worker's message carries its body")
+        header = parse_body(frame.body).header
+        if frame.kind is Kind.HELLO:
+            self._hello(peer, frame, decode(Hello, header))
+        elif frame.kind is not Kind.REPORT:
+            raise MessageError("a worker sends hello and reports", found=frame.kind.name)
+        elif frame.session != self.session or frame.epoch != peer.epoch:
+            self._stale += 1
+        else:
+            self._report(peer, decode(Report, header))
+
+    def _hello(self, peer: Peer, frame: Frame, hello: Hello) -> None:
+        if hello.worker != peer.name:
+            raise MessageError("another worker speaks on this channel", expected=peer.name, found=hello.worker)
+        if frame.session != self.session:
+            welcome = encode(Welcome(path="" if self.arena is None else self.arena.path))
+            self._put(peer, inline_frame(Kind.WELCOME, self.session, frame.epoch, 0, body_parts(welcome)))
+        elif frame.epoch <= peer.newest_epoch:
+            self._stale += 1
+        else:
+            self._end_epoch(peer)
+            peer.epoch = peer.newest_epoch = frame.epoch
+            peer.reads_payload = hello.reads_payload
+            peer.attached = hello.attached and self.arena is not None and self.arena.reader_lives(frame.epoch)
+            peer.news.joined, peer.news.gone = True, False
+            while peer.waiting and peer.epoch:
+                self._send_again(peer, peer.waiting.popleft())
+
+    def _send_again(self, peer: Peer, sent: Sent) -> None:
+        """A step that was under way when the worker's last epoch ended, as far as its requests still live."""
+        parts, held = [], []
+        for part in sent.parts:
+            if not self._lives(part):
+                continue
+            own, missing = hold_payload(self.arena, part.request, needed_payload(part.plan), self._reap)
+            if missing:
+                give_back(self.arena, own)
+                self._note_lost(peer, part, missing, missing)
+                continue
+            parts.append(part)
+            held.append(own)
+        if not parts:
+            peer.news.finished.append(sent.step)
+            return
+        composer = Composer(self.arena, sent.step, parts, held)
+        self._send_step(peer, Sent(sent.step, parts), composer.body(peer), composer)
+        composer.close()
+
+    def _report(self, peer: Peer, report: Report) -> None:
+        if report.taken > peer.sequence:
+            raise MessageError("a worker takes what was sent", expected=f"<= {peer.sequence}", found=report.taken)
+        peer.take_until(report.taken)
+        for sequence, sent in list(peer.sent.items()):
+            if not sent.finished and _within(report.finished, sequence):
+                sent.finished = True
+                if sent.step:
+                    peer.news.finished.append(sent.step)
+            if sent.finished and _within(report.released, sequence):
+                del peer.sent[sequence]
+                self._release(sent.regions)
+        for sequence, parts in report.lost:
+            lacking = peer.sent.get(sequence)
+            if lacking is not None and not lacking.resent and not lacking.finished:
+                self._resend(peer, sequence, lacking, parts)
+
+    def _resend(self, peer: Peer, sequence: int, sent: Sent, lost: list[tuple[int, list[int]]]) -> None:
+        """Send the payload of rows that a worker lacks, once, for the step that it holds back."""
+        buffers = Buffers()
+        payloads: list[tuple[int, list[Payload]]] = []
+        failed: list[tuple[int, list[int]]] = []
+        for number, indices in lost:
+            if number >= len(sent.parts) or not {item.index for item in sent.parts[number].plan.items}.issuperset(
+                indices
+            ):
+                raise MessageError("a worker lacks rows of its step", found=(number, indices[:8]))
+            part = sent.parts[number]
+            held, missing = hold_payload(self.arena, part.request, indices, self._reap)
+            self._note_lost(peer, part, indices, missing)
+            if missing:
+                give_back(self.arena, held)
+                failed.append((number, missing))
+                continue
+            payloads.append((number, [one.describe(self.arena, peer.attached, buffers) for one in held]))
+            if peer.attached:
+                sent.regions += [region for one in held for region in one.regions]
+            else:
+                give_back(self.arena, held)
+        sent.resent = True
+        self._resends += 1
+        header = encode(Resend(sequence=sequence, payloads=payloads, failed=failed))
+        self._put(
+            peer, inline_frame(Kind.RESEND, self.session, peer.epoch, sequence, body_parts(header, buffers.buffers))
+        )
+
+    def _note_lost(self, peer: Peer, part: StepPart, indices: Sequence[int], missing: Sequence[int]) -> None:
+        error = missing_content(part.request, missing) if missing else None
+        peer.news.lost.append(LostRows(part.request.request_id, part.plan, tuple(indices), error))
+
+
+def _within(numbers: tuple[int, list[int]], sequence: int) -> bool:
+    """Whether an acknowledgement (all up to, and these beyond) holds a number."""
+    return sequence <= numbers[0] or sequence in numbers[1]
+
+
+def _check_plan(request: MultimodalRequest, plan: StepPlan) -> None:
+    if plan.request_id != request.request_id or plan.num_items > len(request.items):
+        raise RequestError(
+            "a plan is sent with its request",
+            request_id=request.request_id,
+            expected=f"at most {len(request.items)} items",
+            found=f"a plan for {plan.request_id!r} with {plan.num_items} items",
+        )

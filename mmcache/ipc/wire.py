@@ -1,0 +1,153 @@
+"""Frames: a fixed prefix, then a body of a header and buffers, or the place in the arena where the body lies.
+
+    prefix   32 bytes: magic and version, kind, place, session, epoch, sequence number
+    body     header length, number of buffers, their lengths; the header; the buffers, each at a multiple of 8
+    region   or instead: offset, bytes and serial of an arena region that holds the body
+
+The prefix differs from worker to worker, the body does not: it is made, and written to the arena, once.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from mmcache.errors import MessageError
+
+__all__ = [
+    "MAX_BODY",
+    "Body",
+    "Frame",
+    "Kind",
+    "body_parts",
+    "inline_frame",
+    "parse_body",
+    "parse_frame",
+    "region_frame",
+]
+
+_MAGIC = b"mmc\x01"  # the last byte is the version of the protocol
+_PREFIX = struct.Struct("<4sBBxxQQQ")
+_REGION = struct.Struct("<QQQ")
+_COUNTS = struct.Struct("<II")
+_MAX_BUFFERS = 1 << 16
+MAX_BODY = 1 << 34
+"""Bytes that a body has at most."""
+
+
+class Kind(IntEnum):
+    """What a frame is."""
+
+    HELLO = 1
+    WELCOME = 2
+    STEP = 3
+    RESEND = 4
+    REPORT = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A parsed frame; either `body` or `region` is set.
+
+    Attributes:
+        kind: what it is.
+        session: number of the sender's life.
+        epoch: number of the receiver's life.
+        sequence: number of the message within both.
+        body: the body's bytes, not parsed yet.
+        region: (offset, bytes, serial) in the arena.
+    """
+
+    kind: Kind
+    session: int
+    epoch: int
+    sequence: int
+    body: memoryview | None
+    region: tuple[int, int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """A parsed body: header bytes, and the buffers that the header refers to by number."""
+
+    header: memoryview
+    buffers: tuple[memoryview, ...]
+
+    def buffer(self, index: int) -> memoryview:
+        """A buffer by its number.
+
+        Raises:
+            MessageError: there is no such buffer.
+        """
+        if not 0 <= index < len(self.buffers):
+            raise MessageError("there is no such buffer", expected=f"0 <= index < {len(self.buffers)}", found=index)
+        return self.buffers[index]
+
+
+def body_parts(header: bytes, buffers: Sequence[bytes | memoryview] = ()) -> list[bytes | memoryview]:
+    """The pieces of a body, to be written one behind the other."""
+    lengths = [len(buffer) for buffer in buffers]
+    start = _COUNTS.pack(len(header), len(buffers)) + struct.pack(f"<{len(lengths)}Q", *lengths) + header
+    parts: list[bytes | memoryview] = [start + b"\0" * (-len(start) % 8)]
+    for buffer, length in zip(buffers, lengths):
+        parts.append(buffer)
+        if length % 8:
+            parts.append(b"\0" * (-length % 8))
+    return parts
+
+
+def inline_frame(kind: Kind, session: int, epoch: int, sequence: int, parts: Sequence[bytes | memoryview]) -> bytes:
+    """A frame that carries its body."""
+    return b"".join([_PREFIX.pack(_MAGIC, kind, 0, session, epoch, sequence), *parts])
+
+
+def region_frame(kind: Kind, session: int, epoch: int, sequence: int, region: tuple[int, int, int]) -> bytes:
+    """A frame whose body lies in the arena."""
+    return _PREFIX.pack(_MAGIC, kind, 1, session, epoch, sequence) + _REGION.pack(*region)
+
+
+def parse_frame(data: bytes | memoryview) -> Frame:
+    """Parse a frame.
+
+    Raises:
+        MessageError: it is no frame of this version.
+    """
+    if len(data) < _PREFIX.size or bytes(data[:3]) != _MAGIC[:3]:
+        raise MessageError("this is no message of mmcache", found=f"{len(data)} bytes")
+    if data[3] != _MAGIC[3]:
+        raise MessageError("the message has another version", expected=_MAGIC[3], found=data[3])
+    _, kind, place, session, epoch, sequence = _PREFIX.unpack_from(data)
+    if kind not in Kind._value2member_map_ or place not in (0, 1):
+        raise MessageError("the message is of an unknown kind", found=(kind, place))
+    rest = memoryview(data)[_PREFIX.size :]
+    if not place:
+        return Frame(Kind(kind), session, epoch, sequence, rest, None)
+    if len(rest) != _REGION.size:
+        raise MessageError("a place in the arena has three numbers", expected=_REGION.size, found=len(rest))
+    return Frame(Kind(kind), session, epoch, sequence, None, _REGION.unpack(rest))
+
+
+def parse_body(data: memoryview) -> Body:
+    """Parse a body; the result shares memory with `data`.
+
+    Raises:
+        MessageError: lengths that do not add up to the bytes that are there.
+    """
+    if not _COUNTS.size <= len(data) <= MAX_BODY:
+        raise MessageError("a body has a possible size", found=f"{len(data)} bytes")
+    header_length, count = _COUNTS.unpack_from(data)
+    start = _COUNTS.size + 8 * count
+    if count > _MAX_BUFFERS or start + header_length > len(data):
+        raise MessageError("a body's header lies within it", found=f"{count} buffers, header of {header_length}")
+    lengths = struct.unpack_from(f"<{count}Q", data, _COUNTS.size)
+    header = data[start : start + header_length]
+    position = -(-(start + header_length) // 8) * 8
+    buffers = []
+    for length in lengths:
+        buffers.append(data[position : position + length])
+        position += -(-length // 8) * 8
+    if position != len(data):
+        raise MessageError("a body's buffers fill it", expected=f"{position} bytes", found=f"{len(data)}")
+    return Body(header, tuple(buffers))
