@@ -247,7 +247,7 @@ class DiskTier:
                 _log.warning("disk tier %s: the index is unusable (%s), it starts anew", self.directory, error)
                 start_anew(self.directory)
                 index = DiskIndex(path, timeout=_BUSY_SECONDS)
-            recover(self.directory, index, self._capacity, self._files.unlink)
+            recover(self.directory, index, self._files, self._capacity)
         except BaseException:
             self._let_go()
             raise

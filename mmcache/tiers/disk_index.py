@@ -197,6 +197,13 @@ class DiskIndex:
         return owned
 
     @staticmethod
+    def names(db: sqlite3.Connection) -> tuple[set[str], set[str]]:
+        """Names of all published rows, and of all reservations."""
+        published = {name for (name,) in db.execute("SELECT name FROM entries WHERE owner IS NULL")}
+        reserved = {name for (name,) in db.execute("SELECT name FROM entries WHERE owner IS NOT NULL")}
+        return published, reserved
+
+    @staticmethod
     def evict(db: sqlite3.Connection, target: int, unlink: Callable[[str], bool]) -> list[IndexRow]:
         """Drop published rows, least recently used first, until the total is at most `target` bytes.
 

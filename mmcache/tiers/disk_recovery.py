@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from mmcache.tiers.disk_files import EntryFiles
 from mmcache.tiers.disk_index import DiskIndex
 
 __all__ = ["announce_owner", "drop_dead_reservations", "recover", "start_anew"]
@@ -42,12 +43,14 @@ def drop_dead_reservations(
             index.delete(db, names)
 
 
-def recover(directory: Path, index: DiskIndex, capacity: int, unlink: Callable[[str], bool]) -> None:
+def recover(directory: Path, index: DiskIndex, files: EntryFiles, capacity: int) -> None:
     """Remove what processes left that are no more, and come within the budget."""
     dead = {path for path in (directory / "owners").iterdir() if not path.suffix and not _is_alive(path)}
     with index.transaction() as db:
-        drop_dead_reservations(directory, index, db, unlink)
-        index.evict(db, capacity, unlink)
+        drop_dead_reservations(directory, index, db, files.unlink)
+        if dead or not index.totals()[0]:
+            _reconcile(index, db, files)
+        index.evict(db, capacity, files.unlink)
     for path in (directory / "writing").iterdir():
         if not _is_alive(directory / "owners" / path.name.split("-")[0]):
             path.unlink(missing_ok=True)
@@ -55,6 +58,16 @@ def recover(directory: Path, index: DiskIndex, capacity: int, unlink: Callable[[
         path.unlink(missing_ok=True)
     for trash in directory.glob("trash-*"):
         shutil.rmtree(trash, ignore_errors=True)
+
+
+def _reconcile(index: DiskIndex, db: sqlite3.Connection, files: EntryFiles) -> None:
+    # A process that dies while it evicts or removes leaves rows without files. Every file has had a row before it was
+    # in place, and rows do not change meanwhile, so that a file without one is nobody's either.
+    there = {name for shard in files.shards() for name in files.names(shard)}
+    published, reserved = index.names(db)
+    index.delete(db, list(published - there))
+    for name in there - published - reserved:
+        files.unlink(name)
 
 
 def start_anew(directory: Path) -> None:
