@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -11,13 +12,14 @@ from mmcache.errors import MMCacheError
 
 __all__ = ["main"]
 
-# name: (what it does, module, function that adds it to the subparsers)
+# name: (what it does, module, function that adds its parser; the parser's `run` takes the arguments, returns a status)
 _COMMANDS = {
     "replay": (
         "run a chat trace on a tiny real model, with the cache and without",
         "mmcache.replay.command",
         "add_replay_command",
     ),
+    "store": ("look after stored embeddings", "mmcache.tiers.commands", "add_store_commands"),
 }
 
 
@@ -45,6 +47,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MMCacheError as error:
         print(f"mmcache: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read the output has gone (`| head`); nothing is to be flushed to it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return status
 
 

@@ -105,7 +105,7 @@ def test_a_request_that_was_aborted_inside_an_item_leaves_a_prefix_to_go_on_from
     engine = Engine(
         adapter_of(family),
         default_engine(adapter_of(family)).cache,
-        default_engine(adapter_of(family)).features,
+        default_engine(adapter_of(family)).intake.features,
         block_size=4,
     )
     aborted = engine.submit(messages, request_id="aborted")
@@ -126,7 +126,7 @@ def test_a_request_that_was_aborted_inside_an_item_leaves_a_prefix_to_go_on_from
 def test_a_fully_cached_prompt_recomputes_its_last_token_only(family: str, block_size: int) -> None:
     messages = conversation(family, turns=2)[1]
     fresh = default_engine(adapter_of(family))
-    engine = Engine(adapter_of(family), fresh.cache, fresh.features, block_size=block_size)
+    engine = Engine(adapter_of(family), fresh.cache, fresh.intake.features, block_size=block_size)
     answer(engine, messages)
     again = answer(engine, messages, name="again")
     assert_equal_to_plain(family, messages, again.generation)

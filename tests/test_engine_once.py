@@ -126,7 +126,30 @@ def test_with_too_little_room_answers_stay_right(capacity: int) -> None:
         assert_equal_to_plain(family, messages, running.generation)
         assert len(engine.kv) <= 12
         assert len(engine.kv) == engine.kv.index.num_blocks
-    assert engine.features.stats().nbytes <= 100_000
+    assert engine.intake.features.stats().nbytes <= 100_000
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_what_is_covered_or_stored_is_not_processed_again_though_its_features_are_gone(family: str) -> None:
+    fresh = default_engine(adapter_of(family))
+    engine = Engine(fresh.adapter, fresh.cache, FeatureCache(0))
+    seen: set[bytes] = set()
+    for messages in [*conversation(family, turns=4), conversation(family, turns=4, first=1)[-1]]:
+        running = engine.submit(messages, request_id="r")
+        engine.run([running], chunk=40)
+        assert_equal_to_plain(family, messages, running.generation)
+        now = {part.data for part in media_of(messages)}
+        assert running.generation.preprocessed == running.generation.encoder_runs == len(now - seen)
+        seen |= now
+    engine.cache.clear()  # the encoder's rows are gone; what the prefix covers is not needed all the same
+    covered = engine.submit(messages, request_id="covered")
+    engine.run([covered])
+    assert covered.generation.preprocessed == covered.generation.encoder_runs == 0
+    moved = [Message("user", ("Other words before it. ", *messages[1].parts))]
+    running = engine.submit(moved, request_id="moved")
+    engine.run([running])
+    assert_equal_to_plain(family, moved, running.generation)
+    assert running.generation.preprocessed == running.generation.encoder_runs == len(set(media_of(moved)))
 
 
 def test_tenants_share_neither_prefix_nor_embeddings_nor_features() -> None:
@@ -146,15 +169,15 @@ def test_identity_covers_content_modality_and_settings() -> None:
     other = default_engine(tiny_adapter("qwen2_5_vl"))  # larger pictures
     one = photo(1)
     names = {
-        engine.identifier(one),
-        engine.identifier(photo(2)),
-        engine.identifier(Frames((one.data,), 1.0)),
-        engine.identifier(Frames((one.data,), 2.0)),
-        engine.identifier(Frames((one.data, one.data), 2.0)),
-        other.identifier(one),
+        engine.intake.identifier(one),
+        engine.intake.identifier(photo(2)),
+        engine.intake.identifier(Frames((one.data,), 1.0)),
+        engine.intake.identifier(Frames((one.data,), 2.0)),
+        engine.intake.identifier(Frames((one.data, one.data), 2.0)),
+        other.intake.identifier(one),
     }
     assert len(names) == 6
-    assert engine.identifier(Photo(one.data, "another place")) == engine.identifier(one)
+    assert engine.intake.identifier(Photo(one.data, "another place")) == engine.intake.identifier(one)
 
 
 def test_settings_given_with_their_defaults_equal_settings_left_out() -> None:

@@ -6,6 +6,7 @@ import base64
 import gzip
 import io
 import json
+from itertools import chain, pairwise
 from pathlib import Path
 
 import pytest
@@ -154,7 +155,7 @@ def test_a_trace_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         list(read_chat(tmp_path))
     latin = tmp_path / "latin.jsonl"
     latin.write_bytes(json.dumps(GOOD).encode() + b"\n\xff\xfe\n")
-    with pytest.raises(TraceError, match="line 2.*not UTF-8"):
+    with pytest.raises(TraceError, match=r"line 2.*not UTF-8"):
         list(read_chat(latin))
     cut = tmp_path / "cut.gz"
     cut.write_bytes(gzip.compress(json.dumps(GOOD).encode() * 100)[:-20])
@@ -205,26 +206,24 @@ def test_the_demo_shows_what_it_promises() -> None:
         order.append(turn.conversation)
     assert len(conversations) >= 4
     assert all(len(history) >= 6 for history in conversations.values())
-    assert sum(a != b for a, b in zip(order, order[1:])) > len(order) // 2, "conversations take turns"
+    assert sum(a != b for a, b in pairwise(order)) > len(order) // 2, "conversations take turns"
     times = [turn.timestamp for turn in turns]
     assert times == sorted(times)
     for history in conversations.values():
         fresh = [len(set(now) - set(before)) for before, now in zip([[], *history], history)]
         assert all(1 <= count <= 3 for count in fresh[:-1])
-    growing = [
-        history for history in conversations.values() if all(a == b[: len(a)] for a, b in zip(history, history[1:]))
-    ]
+    growing = [history for history in conversations.values() if all(a == b[: len(a)] for a, b in pairwise(history))]
     rolling = [history for history in conversations.values() if history not in growing]
     assert len(growing) >= 3
     assert rolling
     assert all(history[-1][:1] != history[0][:1] for history in rolling), "the oldest image has left"
-    assert any(len(now) - len(before) > len(set(now) - set(before)) for h in growing for before, now in zip(h, h[1:]))
+    assert any(len(now) - len(before) > len(set(now) - set(before)) for h in growing for before, now in pairwise(h))
     shared = [
         (one, other)
         for one in conversations
         for other in conversations
         if one < other
-        if set(sum(conversations[one], [])) & set(sum(conversations[other], []))
+        if set(chain(*conversations[one])) & set(chain(*conversations[other]))
     ]
     assert shared, "two conversations share an image"
     assert sum(file.stat().st_size for file in DEMO_TRACE.parent.iterdir()) < 1_000_000

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from mmcache.hashing import ContentHasher
 from torch import Tensor
 
 from mmcache.cache import CacheConfig, MultimodalCache
@@ -22,6 +21,7 @@ from mmcache.engines.transformers import Adapter, Generation, run_plain, tiny_ad
 from mmcache.engines.transformers.plain import greedy_token
 from mmcache.engines.transformers.prompt import build_prompt
 from mmcache.fields import split_fields
+from mmcache.hashing import ContentHasher
 from mmcache.items import MultimodalItem, MultimodalRequest
 from mmcache.transfer import encoder_inputs
 
@@ -147,7 +147,7 @@ class ChatLoop:
     def identifier(self, part: Media, fields: object) -> str:
         if self.mistake == "picture swapped":  # identity that does not see the picture, as token ids alone do not
             return self.hasher.digest(part.modality)
-        return self.hasher.digest(part)
+        return self.hasher.digest(part.modality, *part.content)
 
     @torch.no_grad()
     def turn(self, messages: Sequence[Message], *, chunk: int | None = None, computed: int | None = None) -> Generation:

@@ -24,11 +24,16 @@ __all__ = ["Audio", "Frames", "Media", "Message", "Photo", "decode_audio", "deco
 
 @dataclass(frozen=True, slots=True)
 class Photo:
-    """One encoded image file. `source` says where it came from and serves error messages only."""
+    """One encoded image file. `source` says where it came from and serves error messages only, no identity."""
 
     data: bytes
     source: str = "image"
     modality: ClassVar[str] = "image"
+
+    @property
+    def content(self) -> tuple[bytes]:
+        """All that decides what it shows."""
+        return (self.data,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,11 @@ class Frames:
     source: str = "video"
     modality: ClassVar[str] = "video"
 
+    @property
+    def content(self) -> tuple[tuple[bytes, ...], float]:
+        """All that decides what it shows."""
+        return (self.frames, self.fps)
+
 
 @dataclass(frozen=True, slots=True)
 class Audio:
@@ -48,6 +58,11 @@ class Audio:
     data: bytes
     source: str = "audio"
     modality: ClassVar[str] = "audio"
+
+    @property
+    def content(self) -> tuple[bytes]:
+        """All that decides how it sounds."""
+        return (self.data,)
 
 
 Media = Photo | Frames | Audio

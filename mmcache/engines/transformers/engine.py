@@ -19,20 +19,20 @@ from mmcache.cache import CacheConfig, Lookup, MultimodalCache
 from mmcache.engines.chat import Media, Message, media_of
 from mmcache.engines.transformers.accounting import TurnAccount
 from mmcache.engines.transformers.adapter import Adapter
+from mmcache.engines.transformers.intake import Intake
 from mmcache.engines.transformers.kv import KVBlocks, Layers
 from mmcache.engines.transformers.plain import Generation, greedy_token
-from mmcache.engines.transformers.prompt import build_prompt
 from mmcache.errors import ConfigError
 from mmcache.features import FeatureCache
-from mmcache.fields import ItemFields, split_fields
 from mmcache.hashing import ContentHasher
-from mmcache.items import MultimodalItem, MultimodalRequest
+from mmcache.items import MultimodalRequest
 from mmcache.merge import MergePlan
 from mmcache.namespaces import Namespace
+from mmcache.planning import ItemStatus
 from mmcache.prefix import PrefixMatch
 from mmcache.transfer import encoder_inputs
 
-__all__ = ["Engine", "Running"]
+__all__ = ["Engine", "Running", "default_engine"]
 
 
 @dataclass(slots=True)
@@ -45,6 +45,9 @@ class Running:
         account: what the cache spared it.
         max_new_tokens: when it is done.
         computed: tokens whose keys and values exist.
+        media: what its items were made of.
+        bare: indices of the items of which only metadata is at hand: their features were evicted, and it may be that
+            nobody needs them any more.
     """
 
     request: MultimodalRequest
@@ -52,6 +55,8 @@ class Running:
     account: TurnAccount
     max_new_tokens: int
     started: float
+    media: list[Media] = field(default_factory=list)
+    bare: set[int] = field(default_factory=set)
     computed: int = 0
     match: PrefixMatch | None = None
     layers: Layers = field(default_factory=list)
@@ -87,8 +92,7 @@ class Engine:
     ) -> None:
         self.adapter = adapter
         self.cache = cache
-        self.features = features
-        self.hasher = hasher if hasher is not None else ContentHasher()
+        self.intake = Intake(adapter, features, hasher if hasher is not None else ContentHasher())
         self.kv = KVBlocks(block_size=block_size, capacity_blocks=kv_blocks)
 
     def submit(
@@ -101,6 +105,9 @@ class Engine:
     ) -> Running:
         """Turn a chat into a request: media that were processed before are neither decoded nor processed again.
 
+        Where the processed features are gone, the item is laid out from its metadata; `start` has it processed again if
+        its rows turn out to be needed and not stored.
+
         Raises:
             MediaError: a medium cannot be decoded, or the model does not take its kind.
             ConfigError: `max_new_tokens` is below 1.
@@ -109,35 +116,12 @@ class Engine:
             raise ConfigError("a request generates at least one token", request_id=request_id, found=max_new_tokens)
         started = time.perf_counter()
         generation = Generation()
-        media = media_of(messages)
-        prepared = [self._prepare(part, generation, cache_salt) for part in media]
-        tokens, ranges = build_prompt(self.adapter, messages, [fields for _, fields in prepared])
-        items = [
-            MultimodalItem(part.modality, fields, placeholder, identifier)
-            for part, (identifier, fields), placeholder in zip(media, prepared, ranges)
-        ]
-        request = MultimodalRequest(request_id, tokens, items, cache_salt=cache_salt)
+        request, bare = self.intake.request(
+            messages, request_id=request_id, cache_salt=cache_salt, generation=generation
+        )
         generation.prompt_tokens = request.num_tokens
-        return Running(request, generation, TurnAccount(len(items)), max_new_tokens, started)
-
-    def identifier(self, media: Media) -> str:
-        """Content digest of a medium: of its encoded bytes and of the settings it is processed with."""
-        digest: str = self.hasher.digest(media.modality, media, settings=self.adapter.settings)
-        return digest
-
-    def _prepare(self, media: Media, generation: Generation, salt: str | None) -> tuple[str, ItemFields]:
-        self.adapter.check(media)
-        identifier = self.identifier(media)
-
-        def process() -> ItemFields:
-            generation.preprocessed += 1
-            batch = self.adapter.process([media])
-            (fields,) = split_fields(batch, self.adapter.configs(batch))[media.modality]
-            return fields
-
-        # Requests of different salts share nothing, so that no tenant learns from the time what another has shown.
-        key = identifier if salt is None else self.hasher.digest(identifier, salt=salt)
-        return identifier, self.features.get_or_process(key, process)
+        account = TurnAccount(len(request.items))
+        return Running(request, generation, account, max_new_tokens, started, media_of(messages), bare)
 
     def start(self, running: Running) -> None:
         """Find the prefix of a request whose keys and values exist, once, before its first step."""
@@ -145,6 +129,16 @@ class Engine:
         running.layers = self.kv.load(running.match)
         running.computed = running.match.num_tokens
         running.account.prefix_tokens = running.computed
+        if running.bare:
+            self._complete(running)
+
+    def _complete(self, running: Running) -> None:
+        """Process again what is neither covered nor stored; the probe's pins keep the rest stored for this request."""
+        with self.cache.lookup(running.request, num_computed_tokens=running.computed) as probe:
+            gone = [i for i in running.bare if probe.status(i) not in (ItemStatus.COVERED, ItemStatus.STORED)]
+        if gone:
+            running.request = self.intake.completed(running.request, gone, running.media, running.generation)
+            running.bare.difference_update(gone)
 
     @torch.no_grad()
     def step(self, batch: Sequence[Running], *, chunk: int | None = None) -> None:
