@@ -1,0 +1,6 @@
+"""Prefixes of requests whose KV exists: which blocks can be reused, and under which keys."""
+
+from mmcache.prefix.index import PrefixIndex, PrefixMatch
+from mmcache.prefix.keys import block_keys
+
+__all__ = ["PrefixIndex", "PrefixMatch", "block_keys"]
