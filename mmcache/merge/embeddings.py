@@ -52,12 +52,15 @@ def merge_embeddings(inputs_embeds: Tensor, embeddings: Embeddings, is_multimoda
     slots = int(np.count_nonzero(mask))
     if rows != slots:
         raise _misfit(sources, mask, rows, slots)
-    if rows * width <= _SMALL and target.is_cpu and all(source.is_cpu for source in sources):
+    first = _only_run(mask, slots)
+    if first is not None and len(sources) == 1 and _plain_copy(target, sources[0]):
+        target[first : first + slots].copy_(sources[0])
+    elif rows * width <= _SMALL and target.is_cpu and all(source.is_cpu for source in sources):
         # Too small for the choice of a way to pay: the copy that this makes is small too.
         if rows:
             target[is_multimodal.reshape(-1)] = torch.cat(sources).to(dtype)
     else:
-        write_blocks(target, _blocks(sources, mask, slots, width * target.element_size()))
+        write_blocks(target, _blocks(sources, mask, slots, first, width * target.element_size()))
     return inputs_embeds
 
 
@@ -141,10 +144,24 @@ def _edges(mask: _Mask) -> _Positions:
     return np.flatnonzero(padded[1:] != padded[:-1])
 
 
-def _blocks(sources: Sequence[Tensor], mask: _Mask, slots: int, row_bytes: int) -> list[tuple[Tensor, Block]]:
+def _only_run(mask: _Mask, slots: int) -> int | None:
+    """Where the mask's only run begins; None where it has none or several."""
     flags = mask.tobytes()
     first = flags.find(1)
-    if flags.rfind(1) - first + 1 == slots:
+    return first if slots and flags.rfind(1) - first + 1 == slots else None
+
+
+def _plain_copy(target: Tensor, source: Tensor) -> bool:
+    """Whether `copy_` does it: both on the CPU, in different memory."""
+    return (
+        target.is_cpu and source.is_cpu and target.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
+    )
+
+
+def _blocks(
+    sources: Sequence[Tensor], mask: _Mask, slots: int, first: int | None, row_bytes: int
+) -> list[tuple[Tensor, Block]]:
+    if first is not None:
         bounds = [first, first + slots]
     else:
         edges = _edges(mask)

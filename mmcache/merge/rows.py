@@ -2,13 +2,14 @@
 
 On the CPU rows of equal dtype are copied as bits by numpy, run by run (one `memmove` each), and by fancy indexing where
 runs are so short that a call for each would cost more than the copy; other dtypes go through `copy_`. On a device a
-block of few runs is a copy for each run, any other one indexed copy, with all indices of a call sent over at once from
-pinned memory: the number of launches does not depend on the number of rows, and the host waits for nothing.
+block of few runs, or of evenly spaced ones, is a strided copy or a few, any other one an indexed copy, with all indices
+of a call sent over at once from pinned memory: the number of launches does not depend on the number of rows, and the
+host waits for nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -25,12 +26,11 @@ __all__ = ["Block", "are_short", "send_places", "write_blocks"]
 _SHORT_RUN = 24
 _SHORT_RUN_BYTES = 64 << 10
 # A conversion for each run pays from this many elements a run on (measured); below, rows are converted in chunks.
-_SHORT_CONVERSION = 32768
-# Above this number of runs a block on a device is written with one indexed copy.
-_DEVICE_RUNS = 4
+_SHORT_CONVERSION = 16384
+# Up to this number of (strided) copies a block is written by one call each.
+_FEW_CALLS = 4
 # PyTorch runs an elementwise operation of this many elements on one thread.
 _SERIAL_ELEMENTS = 32768 - 1
-_SERIAL_ABOVE_RUNS = 8
 _CHUNK_BYTES = 256 << 10
 
 Positions: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
@@ -129,21 +129,63 @@ def _convert_scattered(target: Bits, dtype: torch.dtype, source: Tensor, block: 
 
 
 def _copy_runs(target: Tensor, source: Tensor, block: Block) -> None:
-    """`copy_` for each run: converts, moves between devices, and is seen by autograd."""
+    """A copy for each run: converts, moves between devices, and is seen by autograd."""
+    rows = source[block.first : block.first + block.count]
     if block.runs is None:
-        rows = source[block.first : block.first + block.count].to(target.device, target.dtype)
-        target.index_copy_(0, torch.from_numpy(block.indices()), rows)
+        target.index_copy_(0, torch.from_numpy(block.indices()), rows.to(target.device, target.dtype))
         return
-    row = block.first
-    # Many small copies on several threads stall at a barrier each, where the cores are shared.
-    most = target.shape[0]
-    if len(block.runs) > _SERIAL_ABOVE_RUNS and torch.get_num_threads() > 1:
-        most = max(1, _SERIAL_ELEMENTS // max(1, target.shape[1]))
-    for start, length in block.runs:
-        for begin in range(0, length, most):
-            count = min(most, length - begin)
-            target[start + begin : start + begin + count].copy_(source[row + begin : row + begin + count])
-        row += length
+    tracked = torch.is_grad_enabled() and (target.requires_grad or rows.requires_grad)
+    evenly = _evenly_spaced(block.runs)
+    if len(evenly) <= _FEW_CALLS or tracked or not rows.is_cpu:
+        _copy_evenly(target, rows, evenly)
+        return
+    runs = block.runs
+    if torch.get_num_threads() > 1:
+        # Many small copies on several threads stall at a barrier each, where the cores are shared.
+        runs = list(_pieces(runs, max(1, _SERIAL_ELEMENTS // max(1, target.shape[1]))))
+    # All views and copies in three calls: for runs of a few rows the calls would cost as much as the copies.
+    sizes: list[int] = []
+    end = 0
+    for start, length in runs:
+        sizes += (start - end, length)
+        end = start + length
+    sizes.append(target.shape[0] - end)
+    places = torch.split(target.detach(), sizes)[1::2]
+    torch._foreach_copy_(places, torch.split(rows.detach(), [length for _, length in runs]))
+
+
+def _evenly_spaced(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int, int]]:
+    """(start, length, count, pitch) of groups of runs of equal length and distance, the rule where frames repeat."""
+    groups: list[tuple[int, int, int, int]] = []
+    for start, length in runs:
+        if groups:
+            first, size, count, pitch = groups[-1]
+            if size == length and (count == 1 or start == first + count * pitch):
+                groups[-1] = first, size, count + 1, pitch if count > 1 else start - first
+                continue
+        groups.append((start, length, 1, 0))
+    return groups
+
+
+def _copy_evenly(target: Tensor, rows: Tensor, groups: Sequence[tuple[int, int, int, int]]) -> None:
+    """One strided copy for each group."""
+    done = 0
+    step, column = target.stride()
+    for start, length, count, pitch in groups:
+        part = rows[done : done + count * length]
+        done += count * length
+        if count == 1:
+            target[start : start + length].copy_(part, non_blocking=True)
+        else:
+            shape, strides = (count, length, target.shape[1]), (pitch * step, step, column)
+            place = target.as_strided(shape, strides, target.storage_offset() + start * step)
+            place.copy_(part.view(shape), non_blocking=True)
+
+
+def _pieces(runs: Sequence[tuple[int, int]], most: int) -> Iterator[tuple[int, int]]:
+    for start, length in runs:
+        for begin in range(start, start + length, most):
+            yield begin, min(most, start + length - begin)
 
 
 def send_places(blocks: Sequence[Block], staging: Staging) -> list[Tensor | None]:
@@ -165,7 +207,7 @@ def send_places(blocks: Sequence[Block], staging: Staging) -> list[Tensor | None
 
 
 def _is_indexed(block: Block) -> bool:
-    return block.runs is None or len(block.runs) > _DEVICE_RUNS
+    return block.runs is None or len(_evenly_spaced(block.runs)) > _FEW_CALLS
 
 
 def _write_device(
@@ -174,7 +216,7 @@ def _write_device(
     storage = target.untyped_storage().data_ptr()
     for (source, block), place in zip(blocks, places):
         rows = source[block.first : block.first + block.count]
-        if rows.is_cpu:
+        if rows.is_cpu and not (rows.requires_grad and torch.is_grad_enabled()):
             _write_staged(target, rows.detach(), block, place, staging)
             continue
         if rows.untyped_storage().data_ptr() == storage:
@@ -197,10 +239,7 @@ def _write_staged(target: Tensor, rows: Tensor, block: Block, place: Tensor | No
 
 
 def _put_rows(target: Tensor, rows: Tensor, block: Block, place: Tensor | None) -> None:
-    if place is not None:
+    if place is None:
+        _copy_evenly(target, rows, _evenly_spaced(block.runs or ()))
+    else:
         target.index_copy_(0, place, rows.to(target.device, target.dtype, non_blocking=True))
-        return
-    row = 0
-    for start, length in block.runs or ():
-        target[start : start + length].copy_(rows[row : row + length], non_blocking=True)
-        row += length
