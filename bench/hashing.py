@@ -1,0 +1,119 @@
+"""What a content digest costs, as ratios to the raw hash call and to reading the buffer once.
+
+    python bench/hashing.py [--rounds 41]
+
+All variants run interleaved in one process on one thread; medians are printed. "Cold" rows sweep a large buffer through
+the caches before every call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import torch
+import xxhash
+
+from mmcache.hashing import ContentHasher, HashPool
+
+
+def medians(calls: dict[str, Callable[[], object]], rounds: int, repeat: int, before: Callable[[], object]):
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            before()
+            start = time.perf_counter()
+            for _ in range(repeat):
+                call()
+            times[name].append((time.perf_counter() - start) / repeat)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def show(title: str, result: dict[str, float], base: str) -> None:
+    print(f"\n{title}")
+    for name, seconds in result.items():
+        print(f"  {name:44} {seconds * 1e6:12.2f} us  {seconds / result[base]:8.3f} x {base}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="cost of content digests")
+    parser.add_argument("--rounds", type=int, default=41)
+    rounds = parser.parse_args().rounds
+    torch.set_num_threads(1)
+    hashers = {name: ContentHasher(name) for name in ("xxh3_128", "sha256")}
+    raw: dict[str, Callable[[object], object]] = {"xxh3_128": xxhash.xxh3_128_hexdigest}
+    try:
+        from blake3 import blake3
+    except ImportError:
+        print("blake3 is not installed: its rows are left out")
+    else:
+        hashers["blake3"] = ContentHasher("blake3")
+        raw["blake3"] = lambda view: blake3(view).hexdigest()
+    sweep = np.zeros(64 << 20, np.uint8)
+
+    def evict() -> None:
+        sweep[::64] += 1
+
+    def nothing() -> None:
+        return
+
+    fast = hashers["xxh3_128"]
+    generator = torch.Generator().manual_seed(0)
+    large = torch.rand(5040, 768, generator=generator)
+    bf16 = torch.rand(1024, 2048, generator=generator).to(torch.bfloat16)
+    for title, tensor, before, repeat in (
+        ("float32 (5040, 768), 15.5 MB, cold", large, evict, 1),
+        ("bfloat16 (1024, 2048), 4 MiB, warm", bf16, nothing, 3),
+    ):
+        bits = tensor.view(torch.uint8).numpy().reshape(-1)
+        words, view = bits.view(np.int64), memoryview(bits)
+        calls: dict[str, Callable[[], object]] = {"read": words.max}
+        for name in raw:
+            calls[f"raw {name}"] = lambda name=name, view=view: raw[name](view)
+            calls[f"digest {name}"] = lambda name=name, tensor=tensor: hashers[name].digest(tensor)
+        result = medians(calls, rounds, repeat, before)
+        show(title, result, "read")
+        for name in raw:
+            print(f"  digest / raw, {name}: {result[f'digest {name}'] / result[f'raw {name}']:.3f}")
+
+    small = torch.arange(6, dtype=torch.float32)
+    small_bytes, grid = small.numpy().tobytes(), torch.tensor([[1, 48, 64]])
+    result = medians(
+        {
+            "raw xxh3_128": lambda: xxhash.xxh3_128_hexdigest(small_bytes),
+            "t.numpy()": small.numpy,
+            "digest of a 24-byte tensor": lambda: fast.digest(small),
+            "digest of a 24-byte array": lambda: fast.digest(small.numpy()),
+            "digest of 24 bytes": lambda: fast.digest(small_bytes),
+            "digest of a tensor and options": lambda: fast.digest("image", small, size=504, resample="bicubic"),
+            "digest of a bf16 tensor": lambda: fast.digest(bf16[0, :12]),
+            "digest of a grid (1, 3) int64": lambda: fast.digest(grid),
+        },
+        rounds,
+        2000,
+        nothing,
+    )
+    show("small parts", result, "raw xxh3_128")
+
+    many = [torch.rand(1260, 768, generator=generator) for _ in range(16)]
+    with HashPool(fast, 2) as pool:
+        result = medians(
+            {
+                "one thread": lambda: [fast.digest(tensor) for tensor in many],
+                "pool of two": lambda: [f.result() for f in [pool.submit(tensor) for tensor in many]],
+            },
+            rounds,
+            1,
+            nothing,
+        )
+    show("16 x 3.9 MB", result, "one thread")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""The message of a digest while it is being written: small pieces are gathered, large buffers are never copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+
+from mmcache.hashing.protocol import Hasher
+
+__all__ = ["Message", "Unhashable", "header"]
+
+_DEEPEST = 128
+_INLINE = 4096
+_FLUSH_ABOVE = 1 << 16
+_CHUNK = 4 << 20
+
+
+class Unhashable(Exception):
+    """A part has no defined identity. Gathers the path to it, innermost step first, on its way up."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        self.steps: list[str] = []
+        super().__init__(reason)
+
+
+def header(tag: bytes, length: int) -> bytes:
+    """A type tag and a length, which stand before every part."""
+    return tag + length.to_bytes(8, "little")
+
+
+class Message:
+    """Where encoders write.
+
+    Attributes:
+        hasher: digests the content of sources.
+        pending: small pieces, to be appended to by encoders.
+        depth: how many containers are open.
+    """
+
+    __slots__ = ("_stop", "_write", "depth", "hasher", "pending")
+
+    def __init__(
+        self, hasher: Hasher, write: Callable[[bytes | bytearray | memoryview], object], stop: Callable[[], bool] | None
+    ) -> None:
+        self.hasher = hasher
+        self.pending = bytearray()
+        self.depth = 0
+        self._write = write
+        self._stop = stop
+
+    def open(self) -> None:
+        """Enter a container. Endless recursion ends here, as an error."""
+        self.depth += 1
+        if self.depth > _DEEPEST:
+            raise Unhashable(f"nested more than {_DEEPEST} levels deep, or contains itself")
+        if len(self.pending) > _FLUSH_ABOVE:
+            self.flush()
+
+    def close(self) -> None:
+        """Leave the container."""
+        self.depth -= 1
+
+    def data(self, view: memoryview) -> None:
+        """Write a buffer of any size: a C-contiguous view of unsigned bytes."""
+        if view.nbytes <= _INLINE:
+            self.pending += view
+            return
+        self.flush()
+        if self._stop is None:
+            self._write(view)
+            return
+        for start in range(0, view.nbytes, _CHUNK):
+            self._check()
+            self._write(view[start : start + _CHUNK])
+
+    def flush(self) -> None:
+        """Hand on what is pending."""
+        self._check()
+        if self.pending:
+            self._write(self.pending)
+            self.pending = bytearray()
+
+    def _check(self) -> None:
+        if self._stop is not None and self._stop():
+            raise CancelledError

@@ -1,0 +1,77 @@
+"""Hashing beside the caller: a bounded pool of threads, whose work can be given up halfway."""
+
+from __future__ import annotations
+
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import Self
+
+from mmcache.errors import ConfigError
+from mmcache.hashing.hasher import ContentHasher
+
+__all__ = ["HashPool"]
+
+
+class _Hashing(Future[str]):
+    """A future whose `cancel` also stops work that has begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given_up = False
+
+    def cancel(self) -> bool:
+        self.given_up = True
+        return super().cancel() or not self.done()
+
+
+class HashPool:
+    """Digests many or large parts in threads. Hash functions release the GIL while they read a large buffer.
+
+    Give it what nobody writes to meanwhile. Close it, or use it in a `with` block.
+    """
+
+    def __init__(self, hasher: ContentHasher, max_workers: int = 2) -> None:
+        """Start a pool of at most `max_workers` threads.
+
+        Raises:
+            ConfigError: fewer than one.
+        """
+        if max_workers < 1:
+            raise ConfigError("a pool needs a worker", field="max_workers", found=max_workers)
+        self._hasher = hasher
+        self._executor = ThreadPoolExecutor(max_workers, thread_name_prefix="mmcache-hash")
+
+    def submit(self, /, *parts: object, **named_parts: object) -> Future[str]:
+        """Digest in the pool, as `ContentHasher.digest` does.
+
+        Returns:
+            A future of the digest. Its `cancel()` also ends a digest that is being computed, within a few megabytes;
+            its result is then a `CancelledError`.
+
+        Raises:
+            RuntimeError: the pool is closed.
+        """
+        future = _Hashing()
+        self._executor.submit(self._work, future, parts, named_parts)
+        return future
+
+    def _work(self, future: _Hashing, parts: tuple[object, ...], named_parts: dict[str, object]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            digest = self._hasher.digest_until(lambda: future.given_up, parts, named_parts)
+            if future.given_up:
+                raise CancelledError
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(digest)
+
+    def close(self) -> None:
+        """Wait for what was submitted, and end the threads. Idempotent."""
+        self._executor.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
