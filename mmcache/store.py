@@ -45,25 +45,30 @@ class _Held:
 class EmbeddingStore:
     """Rows `[num_rows, width]` of encoder outputs by handle, each in memory of its own, on one device.
 
+    Thread-safe: every change is one operation on one dictionary.
+
     On a CUDA device nothing here waits on the host: a reader's stream waits for the event behind which the rows were
     written, and memory is given back to the allocator only after the last reader's stream is done with it.
 
     Attributes:
         device: where rows are kept.
         epoch: unique to this store and start.
-        nbytes: bytes held.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
         self.epoch = uuid.uuid4().hex
-        self.nbytes = 0
         self._held: dict[int, _Held] = {}
         self._ledger_id: str | None = None
 
     def __len__(self) -> int:
         """Number of entries held."""
         return len(self._held)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, added up anew: threads put and drop at the same time, and a running sum would need a lock."""
+        return sum(_bytes(held.rows) for held in list(self._held.values()))
 
     def apply(self, plan: StepPlan) -> StoreReport:
         """Drop what the plan says, and tell what of it is not here. Another ledger's plan empties the store first."""
@@ -93,9 +98,7 @@ class EmbeddingStore:
             Bytes kept.
         """
         held = self._own(rows.detach(), copy)
-        old = self._held.get(handle)
         self._held[handle] = held
-        self.nbytes += _bytes(held.rows) - (0 if old is None else _bytes(old.rows))
         return _bytes(held.rows)
 
     def get(self, handle: int) -> Tensor | None:
@@ -112,9 +115,7 @@ class EmbeddingStore:
     def drop(self, handles: Iterable[int]) -> None:
         """Forget rows; handles that are not here are passed over."""
         for handle in handles:
-            held = self._held.pop(handle, None)
-            if held is not None:
-                self.nbytes -= _bytes(held.rows)
+            self._held.pop(handle, None)
 
     def clear(self) -> None:
         """Forget everything."""

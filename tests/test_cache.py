@@ -84,7 +84,7 @@ def one_image(name: str, identifier: str, length: int = 4, **kwargs: Any) -> Mul
     return request(name, length + 2, images((1, length), ids=[identifier]), **kwargs)
 
 
-# -- reuse -----------------------------------------------------------------------------------------------------------
+# -- reuse --------------------------------------------------
 
 
 def test_content_is_encoded_once_and_then_reused(make: Any) -> None:
@@ -123,7 +123,7 @@ def test_chunks_encode_once_and_merge_the_whole(make: Any) -> None:
     cache = make()
     req = request("r", 30, images((3, 10), (15, 10)))
     encoded = [step(cache, req, start, 4) for start in range(0, 30, 4)]
-    assert sum(encoded, []) == ["a", "b"]
+    assert [name for names in encoded for name in names] == ["a", "b"]
     assert cache.stats().pinned_bytes == 0
 
 
@@ -225,7 +225,7 @@ def test_two_row_counts_in_flight_do_not_mix(make: Any) -> None:
     assert [first.rows(0).shape[0], second.rows(0).shape[0]] == [4, 9]
 
 
-# -- one encode for all ------------------------------------------------------------------------------------------------
+# -- one encode for all --------------------------------------------------
 
 
 def test_of_two_requests_one_encodes_and_the_other_is_told(make: Any) -> None:
@@ -283,7 +283,7 @@ def test_a_lease_that_ran_out_is_taken_over_and_the_late_rows_still_serve_their_
     assert cache.stats().used_bytes == cache.held_bytes() == 4 * ROW_BYTES
 
 
-# -- room ---------------------------------------------------------------------------------------------------------------
+# -- room --------------------------------------------------
 
 
 def test_room_is_made_before_the_encoder_runs(make: Any) -> None:
@@ -390,7 +390,7 @@ def test_several_items_of_unknown_width_stay_within_the_budget(make: Any) -> Non
     assert cache.held_bytes() == 8 * ROW_BYTES
 
 
-# -- memory of its own ------------------------------------------------------------------------------------------------------
+# -- memory of its own --------------------------------------------------
 
 
 def test_an_entry_owns_its_memory(make: Any) -> None:
@@ -421,7 +421,7 @@ def test_rows_that_need_grad_are_stored_without_their_graph(make: Any) -> None:
     check_merge(lookup)
 
 
-# -- ends -----------------------------------------------------------------------------------------------------------------
+# -- ends --------------------------------------------------
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
@@ -472,7 +472,7 @@ def test_finish_ends_open_lookups(make: Any) -> None:
     assert cache.lookup(one_image("r", "a"), num_computed_tokens=0).missing == (0,)
 
 
-# -- validity ----------------------------------------------------------------------------------------------------------------
+# -- validity --------------------------------------------------
 
 
 def test_invalidate_forgets_but_holders_keep_theirs(make: Any) -> None:
@@ -517,7 +517,7 @@ def test_invalidating_one_content_leaves_the_others(make: Any) -> None:
     assert step(cache, one_image("r4", "b")) == []
 
 
-# -- bad input ------------------------------------------------------------------------------------------------------------
+# -- bad input --------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -575,7 +575,7 @@ def test_another_width_or_dtype_is_refused() -> None:
     cache.insert(lookup, [torch.zeros(4, WIDTH)])
 
 
-# -- given embeddings ------------------------------------------------------------------------------------------------------
+# -- given embeddings --------------------------------------------------
 
 
 def test_embeddings_that_the_client_gave_are_merged_and_not_stored() -> None:
@@ -590,7 +590,7 @@ def test_embeddings_that_the_client_gave_are_merged_and_not_stored() -> None:
     assert cache.stats().entries == 0
 
 
-# -- workers that lose things ----------------------------------------------------------------------------------------------
+# -- workers that lose things --------------------------------------------------
 
 
 def test_a_worker_that_starts_anew_is_believed() -> None:

@@ -13,6 +13,7 @@ from typing import TypeAlias
 from mmcache.errors import ReleasedError
 from mmcache.items import MultimodalRequest
 from mmcache.ledger.budget import Budget
+from mmcache.ledger.checks import check_books
 from mmcache.ledger.records import READY, RESERVED, Entry, PinnedMatch, Session, Tally, Ticket
 from mmcache.ledger.snapshots import bytes_of, plan_of
 from mmcache.ledger.table import EntryTable
@@ -399,8 +400,10 @@ class EncoderLedger:
             self._table.epoch += 1
             for scope in self._table.scopes.values():
                 listed = list(scope.values()) if identifier is None else [e for e in (scope.get(identifier),) if e]
-                for entry in listed:
-                    self._table.detach(entry, "invalidated")
+                # Ready ones first: what takes the place of a reservation should not have to evict what goes anyway.
+                for entry in sorted(listed, key=lambda entry: entry.state is RESERVED):
+                    if not entry.detached:
+                        self._table.detach(entry, "invalidated")
             if identifier is None:
                 self._table.forget_widths()
         self._wake()
@@ -490,6 +493,15 @@ class EncoderLedger:
         with self._lock:
             if ticket.futures:
                 ticket.futures = [pair for pair in ticket.futures if pair[1] is not future]
+
+    def check(self) -> None:
+        """Add the books up anew; for tests and debugging, linear in the entries.
+
+        Raises:
+            MMCacheError: they do not balance.
+        """
+        with self._lock:
+            check_books(self._table, self._sessions.values())
 
     def stats(self, prefix_found: int = 0, prefix_asked: int = 0) -> CacheStats:
         """Counters, taken in one moment."""
