@@ -6,7 +6,6 @@ and carries a serial number in front of its bytes, by which a reader tells it fr
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 import weakref
@@ -14,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -108,6 +106,7 @@ class Arena:
         self.capacity_bytes = capacity
         self._address = self._segment.address
         self._block = torch.from_numpy(bytes_at(self._address, capacity))
+        self._view = self._segment.view
         self._lock = threading.Lock()
         self._room = Extents(capacity)
         self._index: dict[Hashable, Region] = {}
@@ -160,11 +159,10 @@ class Arena:
         """
         end = sum(len(part) for part in parts)
         region = self._allocate(end)
-        address = self._address + region.offset
+        position = region.offset
         for part in parts:
-            size = len(part)
-            ctypes.memmove(address, part if isinstance(part, bytes) else _address_of(part), size)
-            address += size
+            self._view[position : position + len(part)] = part
+            position += len(part)
         self._seal(region)
         return region
 
@@ -203,7 +201,7 @@ class Arena:
 
     def read(self, region: Region) -> memoryview:
         """The bytes of a region that the caller holds, without a copy."""
-        return bytes_at(self._address + region.offset, region.nbytes).data
+        return self._view[region.offset : region.offset + region.nbytes]
 
     def discard(self, key: Hashable) -> None:
         """Let nobody find the content under a key any more; those who hold it keep it."""
@@ -286,10 +284,7 @@ class Arena:
         return region
 
     def _seal(self, region: Region) -> None:
-        GUARD.pack_into(self._guard(region), 0, region.serial, region.nbytes)
-
-    def _guard(self, region: Region) -> ctypes.Array[ctypes.c_char]:
-        return (ctypes.c_char * GUARD.size).from_address(self._address + region.offset - ALIGNMENT)
+        GUARD.pack_into(self._view, region.offset - ALIGNMENT, region.serial, region.nbytes)
 
     def _publish(self, key: Hashable, region: Region) -> None:
         with self._lock:
@@ -338,7 +333,7 @@ class Arena:
             return Region(offset + ALIGNMENT, nbytes, self._serial)
 
     def _free(self, region: Region) -> None:
-        ctypes.memset(self._address + region.offset - ALIGNMENT, 0, GUARD.size)  # no reader takes it for what it was
+        GUARD.pack_into(self._view, region.offset - ALIGNMENT, 0, 0)  # no reader takes it for what it was
         size = _footprint(region.nbytes)
         self._room.give(region.offset - ALIGNMENT, size)
         self._regions -= 1
@@ -348,10 +343,6 @@ class Arena:
 
 def _footprint(nbytes: int) -> int:
     return ALIGNMENT + aligned(nbytes)
-
-
-def _address_of(part: memoryview) -> int:
-    return int(np.frombuffer(part, np.uint8).ctypes.data)
 
 
 def _leaves_of(value: FieldValue) -> list[Tensor]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import select
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Protocol
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "waiter"]
 
 
 class Channel(Protocol):
@@ -22,3 +25,18 @@ class Channel(Protocol):
 
     def recv_bytes(self) -> bytes:
         """Receive one message."""
+
+
+def waiter(channel: Channel) -> Callable[[float | None], bool]:
+    """The channel's `poll`, at the price of one system call where it is a `Connection`: its own makes a selector anew."""
+    if type(channel) is not Connection:
+        return channel.poll
+    poller = select.poll()
+    poller.register(channel.fileno(), select.POLLIN)
+
+    def wait(timeout: float | None) -> bool:
+        if channel.closed:
+            raise OSError("the channel is closed")
+        return bool(poller.poll(None if timeout is None else timeout * 1000))
+
+    return wait

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mmcache.errors import ArenaFullError, MMCacheError, RequestError
 from mmcache.ipc.arena import Arena, Region
@@ -13,6 +13,7 @@ from mmcache.ipc.payload import Buffers, Held, give_back
 from mmcache.ipc.peers import Peer, StepPart
 from mmcache.ipc.plans import encode_plan
 from mmcache.ipc.wire import Kind, body_parts, inline_frame, region_frame
+from mmcache.planning import StepPlan
 
 __all__ = ["Composer", "StepBody"]
 
@@ -29,12 +30,14 @@ class StepBody:
         parts: pieces of the body.
         told: request to the (tokens, items) that its receiver has then.
         ended: number of requests that it tells to forget.
+        owed: handles to drop that no plan of it could name.
         region: where the body lies in the arena; None: it travels in the frame.
     """
 
     parts: list[bytes | memoryview]
     told: dict[int, tuple[int, int]]
     ended: int
+    owed: dict[str, tuple[int, ...]]
     region: Region | None = None
 
     def frame(self, kind: Kind, session: int, epoch: int, sequence: int) -> bytes:
@@ -70,7 +73,7 @@ class Composer:
             RequestError: text that is no Unicode.
         """
         bases = {part.uid: peer.base(part.uid) for part in self.parts}
-        key = (tuple(bases.items()), tuple(peer.ended), peer.attached, peer.reads_payload)
+        key = (tuple(bases.items()), tuple(peer.ended), peer.attached, peer.reads_payload, tuple(peer.owed.items()))
         body = self._bodies.get(key)
         if body is None:
             body = self._bodies[key] = self._compose(bases, peer)
@@ -114,9 +117,10 @@ class Composer:
                     except MMCacheError as error:
                         raise error.about(request_id=request.request_id) from None
         reads = peer.reads_payload
+        owed = dict(peer.owed)
         parts = [
             encode_plan(
-                part.plan,
+                _dropping(part.plan, owed.pop(part.plan.ledger_id, ())),
                 part.uid,
                 [one.describe(self.arena, peer.attached, buffers) for one in own] if reads else [],
             )
@@ -127,7 +131,11 @@ class Composer:
             header = encode(step)
         except (UnicodeEncodeError, OverflowError) as error:
             raise RequestError("the step cannot travel", found=str(error)) from None
-        return StepBody(body_parts(header, buffers.buffers), told, len(peer.ended))
+        return StepBody(body_parts(header, buffers.buffers), told, len(peer.ended), owed)
+
+
+def _dropping(plan: StepPlan, more: tuple[int, ...]) -> StepPlan:
+    return replace(plan, drop=plan.drop + more) if more else plan
 
 
 def place_body(arena: Arena | None, body: StepBody) -> None:

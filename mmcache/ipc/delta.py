@@ -30,20 +30,16 @@ def encode_delta(
     """
     items = request.items[items_from:] if items_from else request.items
     tokens = request.token_ids[tokens_from:]
-    modalities: dict[str, int] = {}
-    identifiers, modality_of, offsets, lengths, run_counts = [], [], [], [], []
-    runs: list[tuple[int, int]] = []
-    for item in items:
-        place = item._placeholder
-        identifiers.append(item._identifier)
-        modality_of.append(modalities.setdefault(item._modality, len(modalities)))
-        offsets.append(place._offset)
-        lengths.append(place._length)
-        if place._num_embeds == place._length:
-            run_counts.append(-1)
-        else:
-            run_counts.append(len(place._runs))
-            runs += place._runs
+    lengths = [item._placeholder._length for item in items]
+    modality_names = [item._modality for item in items]
+    modalities = list(dict.fromkeys(modality_names))
+    if len(modalities) < 2:
+        modality_of = [0] * len(items)
+    else:
+        modality_of = [modalities.index(name) for name in modality_names]
+    run_counts, runs = [-1] * len(items), b""
+    if request._num_rows[items_from:] != lengths:
+        run_counts, runs = _runs(items)
     schemas, schema_of, members = _schemas(items)
     columns, metadata = _columns(schemas, members)
     return Delta(
@@ -54,13 +50,13 @@ def encode_delta(
         tokens_from=tokens_from,
         items_from=items_from,
         tokens=add_buffer(tokens.view(np.uint8).data if len(tokens) else b""),
-        identifiers=identifiers,
-        modalities=list(modalities),
+        identifiers=request._identifiers[items_from:],
+        modalities=modalities,
         modality_of=modality_of,
-        offsets=offsets,
+        offsets=request._offsets[items_from:],
         lengths=lengths,
         run_counts=run_counts,
-        runs=add_buffer(np.asarray(runs, np.int32).tobytes()),
+        runs=add_buffer(runs),
         schemas=schemas,
         schema_of=schema_of,
         columns=columns,
@@ -68,23 +64,31 @@ def encode_delta(
     )
 
 
+def _runs(items: Sequence[MultimodalItem]) -> tuple[list[int], bytes]:
+    places = [item._placeholder for item in items]
+    whole = [place._num_embeds == place._length for place in places]
+    counts = [-1 if all_rows else len(place._runs) for place, all_rows in zip(places, whole)]
+    runs = [run for place, all_rows in zip(places, whole) if not all_rows for run in place._runs]
+    return counts, np.asarray(runs, np.int32).tobytes()
+
+
 def _schemas(items: Sequence[MultimodalItem]) -> tuple[list[list[FieldSpec]], list[int], list[list[ItemFields]]]:
     """The distinct lists of field configs, which of them each item has, and the fields of the items of each."""
-    by_configs: dict[tuple[object, ...], int] = {}
     by_value: dict[tuple[object, ...], int] = {}
     schemas: list[list[FieldSpec]] = []
     members: list[list[ItemFields]] = []
-    schema_of = []
+    schema_of: list[int] = []
+    last: ItemFields | None = None
+    number = -1
     for item in items:
         fields = item._fields
         if fields is None:
             schema_of.append(-1)
             continue
-        # Items of one processor call share their configs: no need to look into them again.
         configs = fields._configs
-        key = (*configs, *map(id, configs.values()), fields._listed)
-        number = by_configs.get(key)
-        if number is None:
+        # Items of one processor call share their configs, which are then equal at a glance.
+        if last is None or configs != last._configs or fields._listed != last._listed:
+            last = fields
             value = tuple(
                 (name, config.layout, config.dim, config.keep_on_cpu, fields.listed(name), config.batch_size)
                 for name, config in configs.items()
@@ -93,7 +97,6 @@ def _schemas(items: Sequence[MultimodalItem]) -> tuple[list[list[FieldSpec]], li
             if number == len(schemas):
                 schemas.append([_spec(name, config, fields.listed(name)) for name, config in configs.items()])
                 members.append([])
-            by_configs[key] = number
         schema_of.append(number)
         members[number].append(fields)
     return schemas, schema_of, members
@@ -165,10 +168,11 @@ def _offsets(leaves: Sequence[Leaf]) -> list[int]:
 
 
 def _stack(values: Sequence[FieldValue]) -> Tensor | None:
-    """All values as one tensor, where they are small tensors of one dtype and shape."""
-    first = values[0]
-    if not isinstance(first, Tensor) or first.layout is not torch.strided:
+    """All values as one tensor, where they are tensors of one dtype and shape."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if len(tensors) < len(values) or len({tensor.dtype for tensor in tensors}) > 1:
         return None
-    dtype, shape = first.dtype, first.shape
-    tensors = [v for v in values if isinstance(v, Tensor) and v.dtype == dtype and v.shape == shape]
-    return torch.stack(tensors) if len(tensors) == len(values) else None
+    try:
+        return torch.stack(tensors)
+    except RuntimeError:
+        return None  # shapes differ, or the layout is not strided

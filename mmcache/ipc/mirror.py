@@ -6,10 +6,11 @@ and becomes a `MultimodalItem` when somebody asks for it.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -50,7 +51,7 @@ class _Stored:
 
     def _read(self, leaf: Leaf) -> Tensor:
         name, shape, offset = leaf
-        count = int(np.prod(shape, dtype=np.int64))
+        count = math.prod(shape)
         if not count:
             return torch.empty(shape, dtype=DTYPES[name])
         return torch.frombuffer(self.block, dtype=DTYPES[name], count=count, offset=offset).view(shape)
@@ -233,11 +234,14 @@ class Mirror:
         self._offsets += delta.offsets[known:]
         self._lengths += delta.lengths[known:]
         self._schema_of += [number if number < 0 else first + number for number in delta.schema_of[known:]]
-        start = 0
-        for index, count in enumerate(delta.run_counts):
-            if index >= known:
-                self._runs.append(None if count < 0 else runs[start : start + count])
-            start += max(count, 0)
+        if not len(runs):
+            self._runs += [None if count < 0 else runs for count in delta.run_counts[known:]]
+        else:
+            ends = list(accumulate(max(count, 0) for count in delta.run_counts))
+            self._runs += [
+                None if count < 0 else runs[end - count : end]
+                for count, end in zip(delta.run_counts[known:], ends[known:])
+            ]
         for column in stored:
             if known > 0:
                 # Said before and not acknowledged then: the values that are here stay.

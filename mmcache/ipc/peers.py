@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mmcache.errors import MessageError, MissingContentError
 from mmcache.ipc.arena import Region
-from mmcache.ipc.channel import Channel
+from mmcache.ipc.channel import Channel, waiter
 from mmcache.items import MultimodalRequest
 from mmcache.planning import StepPlan
 
@@ -95,6 +96,11 @@ class News:
     error: MessageError | None = None
 
 
+def never(timeout: float | None) -> bool:
+    """Whether a message has come where there is no channel."""
+    return False
+
+
 @dataclass(slots=True)
 class Peer:
     """One worker.
@@ -111,7 +117,9 @@ class Peer:
         ended: requests that it knows, or may know, and has to forget.
         sent: by sequence number, steps that are not finished or not given back.
         waiting: steps for a worker that has not joined.
+        owed: by ledger, handles to drop that plans named which were not sent.
         news: since the last report.
+        poll: whether the channel has a message.
     """
 
     name: str
@@ -126,11 +134,26 @@ class Peer:
     ended: list[int] = field(default_factory=list)
     sent: dict[int, Sent] = field(default_factory=dict)
     waiting: deque[Sent] = field(default_factory=deque)
+    owed: dict[str, tuple[int, ...]] = field(default_factory=dict)
     news: News = field(default_factory=News)
+    poll: Callable[[float | None], bool] = never
+
+    def __post_init__(self) -> None:
+        self.connect(self.channel)
 
     def base(self, uid: int) -> tuple[int, int]:
         """The (tokens, items) of a request that the worker acknowledged."""
         return self.known.get(uid, (0, 0))
+
+    def connect(self, channel: Channel | None) -> None:
+        """Speak over another channel, or none."""
+        self.channel = channel
+        self.poll = never if channel is None else waiter(channel)
+
+    def owe(self, plan: StepPlan) -> None:
+        """A plan is not sent; what it tells to drop goes with the next one, or it would be held for ever."""
+        if plan.drop:
+            self.owed[plan.ledger_id] = self.owed.get(plan.ledger_id, ()) + plan.drop
 
     def take_until(self, sequence: int) -> None:
         """The worker acknowledged all messages up to this one."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmcache.errors import ConfigError, MessageError
 from mmcache.fields import FieldValue
-from mmcache.ipc.channel import Channel
+from mmcache.ipc.channel import Channel, waiter
 from mmcache.ipc.messages import Hello, Part, Payload, Piece, Report, Resend, Step, Welcome, decode, encode
 from mmcache.ipc.mirror import Mirror
 from mmcache.ipc.plans import decode_plan
@@ -82,6 +82,7 @@ class Receiver:
         self._gone: deque[int] = deque()  # one entry a region that no tensor shows any more
         if channel is not None:
             self._channel = channel
+            self._wait = waiter(channel)
             self._session = 0
             self._say(Kind.HELLO, Hello(worker=self.worker, attached=False, reads_payload=self._reads_payload))
         elif self._session:
@@ -107,7 +108,7 @@ class Receiver:
             if step is not None:
                 return step
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not self._channel.poll(left):
+            if not self._wait(left):
                 return None
             self._handle(parse_frame(self._channel.recv_bytes()))
 

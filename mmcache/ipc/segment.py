@@ -42,7 +42,7 @@ class Segment:
     Attributes:
         path: the file; others attach by it.
         capacity_bytes: bytes behind the header.
-        address: of the first byte behind the header, in this process.
+        address, view: of the bytes behind the header, in this process.
     """
 
     def __init__(self, capacity_bytes: int, directory: str | os.PathLike[str]) -> None:
@@ -63,6 +63,7 @@ class Segment:
         finally:
             os.close(fd)
         self.address = int(np.frombuffer(self._map, np.uint8).ctypes.data) + HEADER_BYTES
+        self.view = memoryview(self._map)[HEADER_BYTES:]
         self._close = weakref.finalize(self, _close_owned, self._fd, self.path, os.getpid())
         _OWNED.add(self)
 

@@ -84,7 +84,7 @@ class Sender:
             self._peers[worker] = Peer(worker, channel)
             return
         self._end_epoch(peer)
-        peer.channel = channel
+        peer.connect(channel)
 
     def remove(self, worker: str) -> None:
         """Forget a worker, and what was under way for it; memory that it may still read is kept until it cannot."""
@@ -129,6 +129,9 @@ class Sender:
                 composer.body(Peer("", None))  # nobody has joined: what cannot travel is still refused now
         except BaseException:
             composer.close()
+            for peer in peers:
+                for _, plan in parts:
+                    peer.owe(plan)
             raise
         self._steps += 1
         self._note(new)
@@ -149,7 +152,7 @@ class Sender:
         reports = []
         for peer in self._peers.values():
             try:
-                while peer.channel is not None and peer.channel.poll(0):
+                while peer.channel is not None and peer.poll(0):
                     self._handle(peer, parse_frame(peer.channel.recv_bytes()))
             except (OSError, EOFError):
                 self._break(peer)
@@ -234,7 +237,7 @@ class Sender:
         peer.sent[peer.sequence] = sent
         sent.told = dict(body.told)
         sent.regions = composer.lend(body, peer)
-        peer.ended = peer.ended[body.ended :]
+        peer.ended, peer.owed = peer.ended[body.ended :], body.owed
         self._put(peer, body.frame(Kind.STEP, self.session, peer.epoch, peer.sequence))
 
     def _put(self, peer: Peer, frame: bytes) -> None:
@@ -250,7 +253,7 @@ class Sender:
 
     def _break(self, peer: Peer) -> None:
         self._end_epoch(peer)
-        peer.channel = None
+        peer.connect(None)
         peer.news.gone = True
 
     def _end_epoch(self, peer: Peer) -> None:
@@ -313,11 +316,13 @@ class Sender:
         parts, held = [], []
         for part in sent.parts:
             if not self._lives(part):
+                peer.owe(part.plan)
                 continue
             own, missing = hold_payload(self.arena, part.request, needed_payload(part.plan), self._reap)
             if missing:
                 give_back(self.arena, own)
                 self._note_lost(peer, part, missing, missing)
+                peer.owe(part.plan)
                 continue
             parts.append(part)
             held.append(own)

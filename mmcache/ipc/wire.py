@@ -47,7 +47,7 @@ class Kind(IntEnum):
     REPORT = 5
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Frame:
     """A parsed frame; either `body` or `region` is set.
 
@@ -68,7 +68,7 @@ class Frame:
     region: tuple[int, int, int] | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Body:
     """A parsed body: header bytes, and the buffers that the header refers to by number."""
 
