@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mmcache.errors import EmbeddingError, UnresolvedItemError
 from mmcache.planning import ItemStatus, PlannedItem, StepPlan
+from mmcache.staging import Event, staging_for
 
 __all__ = ["EmbeddingStore", "StoreReport", "check_rows"]
 
@@ -39,7 +40,7 @@ class StoreReport:
 @dataclass(frozen=True, slots=True)
 class _Held:
     rows: Tensor
-    written: torch.cuda.Event | None  # recorded behind the kernels that write the rows; None on the CPU
+    written: Event | None  # recorded behind the kernels that write the rows; None on the CPU
 
 
 class EmbeddingStore:
@@ -47,7 +48,7 @@ class EmbeddingStore:
 
     Thread-safe: every change is one operation on one dictionary.
 
-    On a CUDA device nothing here waits on the host: a reader's stream waits for the event behind which the rows were
+    On an accelerator nothing here waits on the host: a reader's stream waits for the event behind which the rows were
     written, and memory is given back to the allocator only after the last reader's stream is done with it.
 
     Attributes:
@@ -107,9 +108,9 @@ class EmbeddingStore:
         if held is None:
             return None
         if held.written is not None:
-            stream = torch.cuda.current_stream(held.rows.device)
-            stream.wait_event(held.written)
-            held.rows.record_stream(stream)
+            streams = staging_for(held.rows.device).streams
+            streams.wait(held.written)
+            streams.used(held.rows)
         return held.rows
 
     def drop(self, handles: Iterable[int]) -> None:
@@ -216,9 +217,5 @@ def _to_device(rows: Tensor, device: torch.device) -> Tensor:
     return rows.to(device).contiguous()
 
 
-def _written(rows: Tensor) -> torch.cuda.Event | None:
-    if rows.device.type != "cuda" or not rows.is_cuda:
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(rows.device))
-    return event
+def _written(rows: Tensor) -> Event | None:
+    return None if rows.is_cpu else staging_for(rows.device).streams.record()
