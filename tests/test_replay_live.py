@@ -68,7 +68,7 @@ def test_it_prints_every_turn_the_totals_and_the_largest_difference(
     target = tmp_path / "out.json"
     assert main(["replay", str(trace), "--json", str(target)]) == 0
     printed = capsys.readouterr().out
-    for word in ("prompt", "prefix", "cov/", "moved", "kept", "covered", "stored", "processed", "encoder", "first"):
+    for word in ("prompt", "prefix", "cov/", "moved", "kept", "covered", "stored", "proc.", "encoder", "first"):
         assert word in printed
     for turn in ("1 a", "2 b", "3 a", "4 b"):
         assert turn in printed

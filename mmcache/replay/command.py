@@ -16,6 +16,8 @@ __all__ = ["add_replay_command"]
 
 def add_replay_command(commands: Any) -> None:
     """Add `replay` to the subparsers of the command line."""
+    from mmcache.engines.transformers import FAMILIES
+
     parser: argparse.ArgumentParser = commands.add_parser(
         "replay",
         help="run a chat trace on a tiny real model, with the cache and without",
@@ -25,7 +27,8 @@ def add_replay_command(commands: Any) -> None:
     parser.add_argument(
         "trace", nargs="?", default=None, metavar="TRACE", help="default: the demo that ships with mmcache"
     )
-    parser.add_argument("--model", default="qwen2_5_vl", metavar="FAMILY", help="model family (default: %(default)s)")
+    families = ", ".join(FAMILIES)
+    parser.add_argument("--model", default="qwen2_5_vl", metavar="FAMILY", help=f"{families} (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
     parser.add_argument("--no-cache", action="store_true", help="run without a cache only")
     parser.set_defaults(run=run_replay)

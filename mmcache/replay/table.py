@@ -14,9 +14,11 @@ if TYPE_CHECKING:
 
 __all__ = ["make_console", "print_replay"]
 
+_WIDTH = 100
+
 
 def make_console() -> Console:
-    """A console for standard output; wide enough for the tables where no terminal says how wide it is.
+    """A console for standard output, at least as wide as the tables: a narrow terminal wraps, but nothing is cut off.
 
     Raises:
         ConfigError: rich is not installed.
@@ -26,7 +28,7 @@ def make_console() -> Console:
     except ImportError as error:
         raise ConfigError("the replay prints with rich: pip install mmcache[demo]") from error
     console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=132)
+    return console if console.width >= _WIDTH else Console(highlight=False, width=_WIDTH)
 
 
 def print_replay(result: LiveReplay, console: Console) -> None:
@@ -48,11 +50,16 @@ def _turn_table(result: LiveReplay, with_cache: bool) -> Table:
 
     which = "with mmcache" if with_cache else "without a cache"
     table = Table(
-        title=f"{Path(result.trace).name} on {result.model}, {which}", title_justify="left", padding=(0, 1), box=None
+        title=f"{Path(result.trace).name} on {result.model}, {which}",
+        title_justify="left",
+        padding=(0, 1),
+        collapse_padding=True,
+        pad_edge=False,
+        box=None,
     )
     table.add_column("turn", justify="left", no_wrap=True)
     names = ["prompt\ntokens", "from\nprefix", "items cov/\nsto/miss", "moved", "kept\non CPU"]
-    names += ["skipped:\ncovered", "skipped:\nstored", "pre-\nprocessed", "encoder\nruns", "first\ntoken"]
+    names += ["skipped\ncovered", "skipped\nstored", "pre-\nproc.", "encoder\nruns", "first\ntoken"]
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     if with_cache:
@@ -84,7 +91,14 @@ def _totals_table(result: LiveReplay) -> Table:
     from rich.table import Table
 
     runs: list[Measures] = [result.plain] if result.cached is None else [result.cached, result.plain]
-    table = Table(title=f"\nTotals of {len(result.turns)} turns", title_justify="left", padding=(0, 1), box=None)
+    table = Table(
+        title=f"\nTotals of {len(result.turns)} turns",
+        title_justify="left",
+        padding=(0, 1),
+        collapse_padding=True,
+        pad_edge=False,
+        box=None,
+    )
     table.add_column("", justify="left")
     if result.cached is not None:
         table.add_column("with mmcache", justify="right")
