@@ -19,6 +19,16 @@ _COMMANDS = {
         "mmcache.replay.command",
         "add_replay_command",
     ),
+    "audit": (
+        "prove on a simulated device which fields of a model may stay on the CPU",
+        "mmcache.audit.command",
+        "add_audit_command",
+    ),
+    "audit": (
+        "prove where the fields of a model belong: on the device or on the CPU",
+        "mmcache.audit.command",
+        "add_audit_command",
+    ),
     "store": ("look after stored embeddings", "mmcache.tiers.commands", "add_store_commands"),
 }
 
