@@ -4,8 +4,20 @@
 path of a model of transformers.
 """
 
+from mmcache.audit.command import add_audit_command
+from mmcache.audit.consumers import Subject, audit_model, load_subject
 from mmcache.audit.observe import Use
 from mmcache.audit.report import AuditReport, FieldReport, Verdict
 from mmcache.audit.verdicts import audit
 
-__all__ = ["AuditReport", "FieldReport", "Use", "Verdict", "audit"]
+__all__ = [
+    "AuditReport",
+    "FieldReport",
+    "Subject",
+    "Use",
+    "Verdict",
+    "add_audit_command",
+    "audit",
+    "audit_model",
+    "load_subject",
+]

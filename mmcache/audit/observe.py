@@ -11,9 +11,9 @@ import torch
 
 from mmcache.audit.calls import call, modules_of
 from mmcache.fields import FieldValue
-from mmcache.testing import HostRead, Mix, Move, SimulatedDevice, Where
+from mmcache.testing import Mix, SimulatedDevice, Where
 
-__all__ = ["Consumer", "Observation", "Use", "observe"]
+__all__ = ["Consumer", "Observation", "Seen", "Use", "counted", "observe", "only_in"]
 
 _CPU = torch.device("cpu")
 
@@ -60,21 +60,36 @@ class Consumer:
         return [(name, function) for name, function in phases if function is not None]
 
 
-@dataclass(slots=True)
-class Observation:
-    """What one run did with each field.
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Something that happened in a run.
 
     Attributes:
-        mixes: field to the operations that a real device would have refused, because of where the field lies.
-        reads: field to the reads of a device copy of it, or of what was computed from it, by the host.
-        moves: field to the moves to the device that the consumer made itself.
+        names: fields that the tensors were computed from. What went through the host (`tolist` and back) is not known.
+        waits: of a move to the device, whether it was asked to block.
+    """
+
+    use: Use
+    names: frozenset[str]
+    waits: bool = False
+
+
+@dataclass(slots=True)
+class Observation:
+    """What happened in one run.
+
+    Attributes:
+        mixes: operations over tensors of several devices, which a real device would have refused; `names` are those of
+            the tensors on the CPU, or, where these are the consumer's own, of those on the device.
+        reads: reads of device tensors by the host.
+        moves: moves to the device.
         touched: phase to the fields whose values it took.
         error: what the consumer raised, if it did, and in which phase.
     """
 
-    mixes: dict[str, tuple[Use, ...]] = field(default_factory=dict)
-    reads: dict[str, tuple[Use, ...]] = field(default_factory=dict)
-    moves: dict[str, tuple[Use, ...]] = field(default_factory=dict)
+    mixes: list[Seen] = field(default_factory=list)
+    reads: list[Seen] = field(default_factory=list)
+    moves: list[Seen] = field(default_factory=list)
     touched: dict[str, frozenset[str]] = field(default_factory=dict)
     error: tuple[str, Exception] | None = None
 
@@ -95,7 +110,6 @@ def observe(
         device: the device to simulate.
     """
     seen = Observation()
-    found: dict[str, dict[str, list[Use]]] = {"mixes": {}, "reads": {}, "moves": {}}
     with SimulatedDevice(device) as sim, torch.no_grad():
         for module in {m for _, function in consumer.phases() for m in modules_of(function)}:
             for tensor in (*module.parameters(), *module.buffers()):
@@ -108,19 +122,16 @@ def observe(
                 call(function, placed, around)
             except Exception as error:  # whatever a consumer raises is a finding about where its fields lie
                 seen.error = (phase, error)
-            for mix in sim.mixes:
-                _note(found["mixes"], phase, _to_blame(mix, marks), mix, blocks=True)
-            for read in sim.host_reads:
-                _note(found["reads"], phase, read.origins, read, blocks=True)
-            for move in sim.moves:
-                if move.target != _CPU:
-                    _note(found["moves"], phase, move.origins, move, blocks=move.blocks)
+            seen.mixes += [Seen(Use(phase, m.op, m.where, True), _to_blame(m, marks)) for m in sim.mixes]
+            seen.reads += [Seen(Use(phase, r.op, r.where, True), r.origins) for r in sim.host_reads]
+            seen.moves += [
+                Seen(Use(phase, m.op, m.where, m.blocks), m.origins, not m.non_blocking)
+                for m in sim.moves
+                if m.target != _CPU
+            ]
             seen.touched[phase] = sim.touched
             if seen.error:
                 break
-    seen.mixes, seen.reads, seen.moves = (
-        {name: _counted(uses) for name, uses in found[kind].items()} for kind in ("mixes", "reads", "moves")
-    )
     return seen
 
 
@@ -150,12 +161,11 @@ def _to_blame(mix: Mix, marks: Mapping[str, bool]) -> frozenset[str]:
     return frozenset(kept) or frozenset(n for device, _, names in sides if device != _CPU for n in names)
 
 
-def _note(
-    found: dict[str, list[Use]], phase: str, names: Iterable[str], record: Mix | HostRead | Move, *, blocks: bool
-) -> None:
-    for name in names:
-        found.setdefault(name, []).append(Use(phase, record.op, record.where, blocks))
-
-
-def _counted(uses: list[Use]) -> tuple[Use, ...]:
+def counted(uses: Iterable[Use]) -> tuple[Use, ...]:
+    """Equal uses once, with how often they occurred."""
     return tuple(Use(u.phase, u.op, u.where, u.blocks, count) for u, count in Counter(uses).items())
+
+
+def only_in(here: Iterable[Seen], there: Iterable[Seen]) -> tuple[Use, ...]:
+    """What happened here more often than there."""
+    return counted((Counter(seen.use for seen in here) - Counter(seen.use for seen in there)).elements())

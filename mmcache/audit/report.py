@@ -31,6 +31,7 @@ class FieldReport:
         moves: moves to the device that the consumer makes itself, with the field as configured.
         reads: reads by the host that remain, with the field as configured.
         read_by: phases that read its values: "lengths", "positions", "encoder".
+        right_mark: `keep_on_cpu` as it should be.
         both_right: the other mark would be right as well; `reason` says why.
         reason: why it belongs where it does.
     """
@@ -44,6 +45,7 @@ class FieldReport:
     moves: tuple[Use, ...]
     reads: tuple[Use, ...]
     read_by: tuple[str, ...]
+    right_mark: bool
     both_right: bool
     reason: str
 
@@ -51,11 +53,6 @@ class FieldReport:
     def wrong(self) -> bool:
         """Whether the mark is wrong."""
         return self.verdict in (Verdict.MUST_MOVE, Verdict.SHOULD_STAY)
-
-    @property
-    def right_mark(self) -> bool:
-        """`keep_on_cpu` as it should be."""
-        return self.keep_on_cpu != self.wrong
 
     def as_json(self) -> dict[str, Any]:
         """The report as plain data."""
@@ -70,6 +67,7 @@ class FieldReport:
             "moves": [_use(use) for use in self.moves],
             "reads": [_use(use) for use in self.reads],
             "read_by": list(self.read_by),
+            "right_mark": self.right_mark,
             "both_right": self.both_right,
             "reason": self.reason,
         }
@@ -106,6 +104,17 @@ class AuditReport:
         """1 if a mark is wrong, else 0."""
         return 1 if self.wrong else 0
 
+    def suggestion(self) -> dict[str, dict[str, Any]]:
+        """The config that would be right, as plain data: field name to modality, layout and `keep_on_cpu`."""
+        return {
+            report.name: {
+                "modality": report.modality,
+                "layout": report.layout,
+                "keep_on_cpu": self.suggested[report.name],
+            }
+            for report in self.fields
+        }
+
     def as_json(self) -> dict[str, Any]:
         """The report as plain data."""
         return {
@@ -130,7 +139,7 @@ class AuditReport:
 def _details(report: FieldReport) -> list[str]:
     lines = []
     if report.wrong:
-        lines += [f"{'mixed' if report.verdict is Verdict.MUST_MOVE else 'read back'}: {use}" for use in report.uses]
+        lines += [str(use) for use in report.uses]
     else:
         others = [phase for phase in report.read_by if phase != "encoder"]
         if report.verdict is Verdict.UNUSED:

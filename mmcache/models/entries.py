@@ -8,7 +8,19 @@ from typing import Literal, TypeAlias
 
 from mmcache.models.sizes import Sizes
 
-__all__ = ["NOT_IN_TRANSFORMERS", "B", "Consumer", "Evidence", "F", "Family", "FieldEntry", "S", "Table", "tables"]
+__all__ = [
+    "NOT_IN_TRANSFORMERS",
+    "REMOTE_CODE",
+    "B",
+    "Consumer",
+    "Evidence",
+    "F",
+    "Family",
+    "FieldEntry",
+    "S",
+    "Table",
+    "tables",
+]
 
 Consumer: TypeAlias = Literal["transformers", "vllm"]
 
@@ -71,8 +83,8 @@ class Evidence:
 
     def __str__(self) -> str:
         if self.kind == "proved":
-            return f"proved with {self.consumer} {self.version}, attention {' and '.join(self.attention)}"
-        return f"declared by {self.source}; not proved here: {self.why}"
+            return f"proved: {self.consumer} {self.version}, attention {' and '.join(self.attention)}"
+        return f"declared: {self.source}; not proved, as {self.why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +121,7 @@ _TRANSFORMERS = "5.24.0"
 _VLLM = "0.33.0"
 _NOT_RUN = "the audit runs models of transformers, not this consumer's own model code"
 NOT_IN_TRANSFORMERS = f"transformers {_TRANSFORMERS} has no such class"
+REMOTE_CODE = "its model is remote code, which is not run here"
 
 
 def tables(
@@ -127,17 +140,13 @@ def tables(
         transformers: fields as transformers takes them.
         vllm: fields as vLLM takes them, where they differ.
         attention: attention implementations that the audit runs with transformers.
-        why: why it does not, if it does not.
+        why: why it does not, if it does not; the fields are then those that vLLM declares.
         vllm_version: the version whose source was read.
         note, vllm_note: remarks for the documentation.
     """
     source = f"the source of vLLM {vllm_version}"
-    if why == NOT_IN_TRANSFORMERS:
+    if why:
         first = Evidence("declared", "transformers", _TRANSFORMERS, (), f"{source}, whose names it keeps", why)
-    elif why:
-        first = Evidence(
-            "declared", "transformers", _TRANSFORMERS, (), f"the source of transformers {_TRANSFORMERS}", why
-        )
     else:
         first = Evidence("proved", "transformers", _TRANSFORMERS, attention)
     second = Evidence("declared", "vllm", vllm_version, (), source, _NOT_RUN)

@@ -1,9 +1,231 @@
-"""Families that see and hear."""
+"""Families that see and hear, those whose frames are packed column by column, and the generic adapter."""
 
 from __future__ import annotations
 
-from mmcache.models.entries import Family
+from mmcache.models.audio import PACKED_AUDIO
+from mmcache.models.entries import NOT_IN_TRANSFORMERS, REMOTE_CODE, B, F, Family, FieldEntry, S, Table, tables
+from mmcache.models.qwen import PATCHES, PATCHES_MOVED
+from mmcache.models.sizes import columns, counts, entries, merged, products, unless, where
 
 __all__ = ["MIXED_FAMILIES"]
 
-MIXED_FAMILIES: tuple[Family, ...] = ()
+_OMNI = (
+    B("second_per_grid_ts", "video", cpu=True),
+    S("use_audio_in_video", "video", cpu=True),
+)
+
+
+def _minicpm(sizes_on_cpu: bool, *, picture_sizes: bool, switch: bool) -> tuple[FieldEntry, ...]:
+    fields = []
+    for prefix, modality in (("", "image"), ("video_", "video")):
+        fields += [B(f"{prefix}pixel_values", modality), B(f"{prefix}tgt_sizes", modality, cpu=sizes_on_cpu)]
+        fields.append(B(f"{prefix}image_embeds" if not prefix else "video_embeds", modality))
+        if picture_sizes or prefix:
+            fields.append(B(f"{prefix}image_sizes", modality, cpu=True))
+        if switch:
+            fields.append(B(f"{prefix}use_vit_merger", modality, cpu=True))
+    return tuple(fields)
+
+
+_MINICPM = _minicpm(True, picture_sizes=True, switch=False)
+# As transformers takes them: crops side by side in one row of patches, their grids on the CPU.
+_MINICPM_PACKED = (
+    F(
+        "pixel_values",
+        "image",
+        where("target_sizes", columns("target_sizes", "num_patches_per_image")),
+        dim=3,
+    ),
+    F("target_sizes", "image", where("num_patches_per_image", counts("num_patches_per_image")), cpu=True),
+    B("num_patches_per_image", "image", cpu=True),
+    F(
+        "pixel_values_videos",
+        "video",
+        columns("target_sizes_videos", "num_patches_per_video"),
+        dim=3,
+    ),
+    F("target_sizes_videos", "video", where("num_patches_per_video", counts("num_patches_per_video")), cpu=True),
+    B("num_patches_per_video", "video", cpu=True),
+)
+_MINICPM_NOTE = "the tower reads the grids on the CPU and copies what it makes of them; crop counts are the engine's"
+_PHI4_VLLM = (
+    B("image_pixel_values", "image"),
+    B("image_attention_mask", "image"),
+    B("image_sizes", "image", cpu=True),
+    B("num_img_tokens", "image", cpu=True),
+    B("audio_input_features", "audio"),
+    B("audio_embed_sizes", "audio", cpu=True),
+    B("audio_attention_mask", "audio"),
+)
+
+
+def _packed(*others: FieldEntry) -> tuple[FieldEntry, ...]:
+    known = {entry.name for entry in _MINICPM_PACKED}
+    return (*_MINICPM_PACKED, *(entry for entry in others if entry.name not in known))
+
+
+MIXED_FAMILIES: tuple[Family, ...] = (
+    Family(
+        "Qwen2.5-Omni thinker",
+        (
+            "qwen2_5_omni_thinker",
+            "qwen2_5_omni",
+            "Qwen2_5OmniThinkerForConditionalGeneration",
+            "Qwen2_5OmniForConditionalGeneration",
+            "Qwen2_5OmniModel",
+        ),
+        tables(
+            (
+                *PATCHES_MOVED,
+                B("input_features", "audio"),
+                B("feature_attention_mask", "audio"),
+                F("input_audio_features", "audio", counts("audio_feature_lengths"), dim=1),
+                B("audio_feature_lengths", "audio", cpu=True),
+                B("video_second_per_grid", "video", cpu=True),
+                *_OMNI,
+            ),
+            (*PATCHES, *PACKED_AUDIO, *_OMNI),
+            note="the class takes `input_features` with a mask, on the device; the packed names are those of vLLM",
+            vllm_note="the consumer copies `audio_feature_lengths` to the device: the tower places tensors by it",
+        ),
+    ),
+    Family(
+        "MiMo-V2-Omni",
+        ("mimo_v2_omni", "MiMoV2OmniForCausalLM", "MiMoV2OmniForConditionalGeneration"),
+        tables(
+            (
+                *PATCHES,
+                B("timestamps", "video", cpu=True),
+                B("second_per_grid_ts", "video", cpu=True),
+                B("video_start_times", "video", cpu=True),
+                B("audio_features", "audio"),
+                B("audio_token_lens", "audio", cpu=True),
+                B("video_audio_n_segs", "video", cpu=True),
+                B("video_audio_seg_lens", "video", cpu=True),
+                B("va_audio_features", "va_audio"),
+            ),
+            why=NOT_IN_TRANSFORMERS,
+        ),
+    ),
+    Family(
+        "Nano-Nemotron-VL",
+        ("NemotronH_Nano_VL_V2", "nemotron_nano_vl", "NemotronH_Nano_Omni_Reasoning_V3"),
+        tables(
+            (
+                F("pixel_values_flat", "image", unless("imgs_sizes", counts("image_num_patches"))),
+                B("image_num_patches", "image", cpu=True),
+                B("num_tokens_per_image", "image", cpu=True),
+                B("imgs_sizes", "image", cpu=True),
+                B("image_embeds", "image"),
+                F("pixel_values_flat_video", "video", counts("video_num_patches")),
+                B("video_num_patches", "video", cpu=True),
+                B("frames_indices", "video", cpu=True),
+                B("frame_duration_ms", "video", cpu=True),
+                F("input_audio_features", "audio", counts("audio_num_clips")),
+                F("feature_attention_mask", "audio", counts("audio_num_clips")),
+                B("audio_num_clips", "audio", cpu=True),
+            ),
+            why=REMOTE_CODE,
+            note="images of dynamic resolution come with `imgs_sizes`, one entry an image",
+        ),
+    ),
+    Family(
+        "MiniCPM-V 2.x to 4.5",
+        ("minicpmv", "MiniCPMV"),
+        tables(_MINICPM, why=REMOTE_CODE),
+    ),
+    Family(
+        "MiniCPM-V 4.6",
+        ("minicpmv4_6", "MiniCPMV4_6ForConditionalGeneration", "MiniCPMV4_6Model", "MiniCPMV4_6"),
+        tables(
+            _packed(*_minicpm(False, picture_sizes=False, switch=True)),
+            _minicpm(False, picture_sizes=False, switch=True),
+            note=_MINICPM_NOTE,
+            vllm_note="`tgt_sizes` and its twin were marked once and taken back: the resampler uses them on the device",
+        ),
+    ),
+    Family(
+        "MiniCPM-V 4.7",
+        ("minicpmv4_7", "MiniCPMV4_7ForConditionalGeneration", "MiniCPMV4_7Model", "MiniCPMV4_7"),
+        tables(
+            _packed(*_minicpm(True, picture_sizes=False, switch=True)),
+            _minicpm(True, picture_sizes=False, switch=True),
+            note=_MINICPM_NOTE,
+            vllm_note="positions need `tgt_sizes` and its twin after a prefix hit",
+        ),
+    ),
+    Family(
+        "MiniCPM-O",
+        ("minicpmo", "MiniCPMO"),
+        tables(
+            (
+                *_MINICPM,
+                F("audio_features", "audio", entries("audio_feature_lens")),
+                B("audio_feature_lens", "audio"),
+                B("audio_embeds", "audio"),
+            ),
+            why=REMOTE_CODE,
+        ),
+    ),
+    Family(
+        "Phi-4 multimodal (remote code)",
+        ("phi4mm", "Phi4MMForCausalLM"),
+        tables(
+            (
+                B("input_image_embeds", "image"),
+                B("image_attention_mask", "image"),
+                B("image_sizes", "image", cpu=True),
+                B("num_img_tokens", "image", cpu=True),
+                B("input_audio_embeds", "audio"),
+            ),
+            why=REMOTE_CODE,
+        ),
+    ),
+    Family(
+        "Phi-4 multimodal (transformers)",
+        ("phi4_multimodal", "Phi4MultimodalForCausalLM", "Phi4MultimodalModel"),
+        tables(
+            tuple(
+                B("image_attention_mask", "image", cpu=True) if entry.name == "image_attention_mask" else entry
+                for entry in _PHI4_VLLM
+            ),
+            _PHI4_VLLM,
+            note="the class measures each image by its mask on the CPU, and copies the mask to the device itself",
+        ),
+    ),
+    Family(
+        "any model, by the generic transformers adapter",
+        ("transformers", "TransformersMultiModalForCausalLM", "TransformersMultiModalForConditionalGeneration"),
+        {
+            consumer: Table(
+                table.fields,
+                table.evidence,
+                "what else the processor makes goes to the device; before `get_image_features` the adapter copies every"
+                " other tensor there, without waiting",
+                others="image",
+            )
+            for consumer, table in tables(
+                (
+                    F(
+                        "pixel_values",
+                        "image",
+                        where(
+                            "num_image_patches",
+                            counts("num_image_patches"),
+                            where("image_grid_thw", products("image_grid_thw")),
+                        ),
+                    ),
+                    F("image_embeds", "image", where("image_grid_thw", merged("image_grid_thw"))),
+                    B("num_image_patches", "image", cpu=True, moved=True),
+                    B("image_grid_thw", "image", cpu=True, moved=True),
+                    F("pixel_values_videos", "video", where("video_grid_thw", products("video_grid_thw"))),
+                    B("video_grid_thw", "video", cpu=True, moved=True),
+                    B("second_per_grid_ts", "video", cpu=True, moved=True),
+                    B("input_features", "audio"),
+                    B("num_audio_tokens", "audio", cpu=True, moved=True),
+                ),
+                why="it is no one model",
+            ).items()
+        },
+    ),
+)

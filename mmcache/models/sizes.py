@@ -16,14 +16,16 @@ __all__ = [
     "Sizes",
     "columns",
     "counts",
-    "either",
     "entries",
+    "first",
     "grouped",
     "merged",
     "merged_groups",
     "numbers",
+    "pairs",
     "products",
     "unless",
+    "where",
 ]
 
 Batch = Mapping[str, Any]
@@ -146,32 +148,52 @@ def _divided(patches: Sizes) -> Sizes:
     return Sizes(f"{patches.text} / merge²", read)
 
 
-def columns(sizes: str, members: str) -> Sizes:
-    """Columns of images that are packed side by side: patches of an item's slices times the width of a patch."""
-    patches = grouped(sizes, members)
+def columns(source: str, members: str) -> Sizes:
+    """Columns of images that are packed side by side: patches of an item's grids times the width of a patch."""
 
     def read(batch: Batch, field: str) -> list[int]:
-        found = patches.read(batch, field) or []
+        # Where nobody counted them, each image is one crop.
+        rule = products(source) if batch.get(members) is None else grouped(source, members)
+        found = rule.read(batch, field) or []
         width = int(batch[field].shape[-1])
         total = sum(found)
         if not total or width % total:
             raise FieldError("its columns are no multiple of the patches", field=field, expected=total, found=width)
         return [size * (width // total) for size in found]
 
-    return Sizes(f"patch width * {patches.text}", read)
+    return Sizes(f"patch width * prod({source}) summed over {members}", read)
 
 
-def either(first: str, second: Sizes, plus: int = 0) -> Sizes:
-    """The values of `first` where the batch has it, else another rule."""
+def pairs(source: str) -> Sizes:
+    """The rows of two grids a row of `source`, `(h, w, h, w)`."""
+
+    def read(batch: Batch, field: str) -> list[int]:
+        return [_product(row[:2], source) + _product(row[2:], source) for row in _needed(batch, source, field)]
+
+    return Sizes(f"both grids of {source}", read)
+
+
+def first(source: str) -> Sizes:
+    """The first value of each row of `source`."""
+
+    def read(batch: Batch, field: str) -> list[int]:
+        return [row[0] for row in _needed(batch, source, field)]
+
+    return Sizes(f"{source}[0]", read)
+
+
+def where(present: str, sizes: Sizes, other: Sizes | None = None) -> Sizes:
+    """A rule for batches that have a field `present`, else another one, else batched."""
 
     def read(batch: Batch, field: str) -> list[int] | None:
-        return (counts(first, plus) if batch.get(first) is not None else second).read(batch, field)
+        chosen = sizes if batch.get(present) is not None else other
+        return None if chosen is None else chosen.read(batch, field)
 
-    return Sizes(f"{first}, or {second.text}", read)
+    return Sizes(f"{sizes.text}, else {'batched' if other is None else other.text}", read)
 
 
 def unless(present: str, sizes: Sizes) -> Sizes:
-    """Batched where the batch has a field `present`, else a rule."""
+    """Batched in batches that have a field `present`, else a rule."""
 
     def read(batch: Batch, field: str) -> list[int] | None:
         return None if batch.get(present) is not None else sizes.read(batch, field)
