@@ -27,8 +27,8 @@ class HashState(Protocol):
         ...
 
 
-def algorithm(name: str, key: bytes | None) -> tuple[str, Callable[[], HashState]]:
-    """The scheme's name, as namespaces declare it, and what starts a hash.
+def algorithm(name: str, key: bytes | None) -> tuple[str, Callable[[bytes], HashState]]:
+    """The scheme's name, as namespaces declare it, and what starts a hash with its first bytes.
 
     Raises:
         ConfigError: unknown algorithm, a key that the algorithm cannot take, or BLAKE3 is not installed.

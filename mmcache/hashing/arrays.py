@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmcache.hashing.message import Unhashable, header
 
-__all__ = ["Array", "array_dtype", "array_head", "blocks", "host_array", "plain_array"]
+__all__ = ["TENSOR_VIEWS", "Array", "array_dtype", "array_head", "blocks", "host_array", "plain_array", "tensor_dtype"]
 
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 
@@ -38,12 +38,14 @@ _BITS = {
         if hasattr(torch, name)
     },
 }
-_PLAIN = frozenset(
-    {torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64}
-    | {torch.int8, torch.int16, torch.int32, torch.int64}
-    | {torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+_PLAIN = (
+    *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.int16, torch.int32),
+    *(torch.int64, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
 )
 _EXTENSION_DTYPES = frozenset(str(dtype).removeprefix("torch.") for dtype in _BITS)
+
+TENSOR_VIEWS: dict[torch.dtype, torch.dtype | None] = {**dict.fromkeys(_PLAIN), **_BITS}
+"""Dtypes that have an identity, and the dtype under which numpy can see their bits, or None for their own."""
 
 
 def array_head(name: str, shape: tuple[int, ...], nbytes: int) -> bytes:
@@ -81,23 +83,32 @@ def plain_array(value: Array) -> Array:
     raise Unhashable(f"{type(value).__qualname__} is not a plain array")
 
 
+def tensor_dtype(dtype: torch.dtype) -> str:
+    """The name of a torch dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
 def host_array(tensor: Tensor) -> tuple[str, tuple[int, ...], Array]:
     """The dtype's name, the shape, and the bits on the CPU as an array, without a copy where that is possible."""
-    name = str(tensor.dtype).removeprefix("torch.")
-    bits = _BITS.get(tensor.dtype)
-    if bits is None and tensor.dtype not in _PLAIN and tensor.dtype != torch.complex32:
+    name = tensor_dtype(tensor.dtype)
+    if tensor.dtype not in TENSOR_VIEWS and tensor.dtype != torch.complex32:
         raise Unhashable(f"tensors of dtype {name} have no defined identity")
     if tensor.is_nested or tensor.layout != torch.strided:
         raise Unhashable("nested, sparse and opaque tensors have no defined identity")
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         raise Unhashable("a meta tensor has no content")
+    if type(tensor) is not Tensor and type(tensor) not in (torch.nn.Parameter, torch.nn.Buffer):
+        raise Unhashable(f"{type(tensor).__qualname__} is not a plain tensor")
     try:
-        if type(tensor) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
-            raise Unhashable(f"{type(tensor).__qualname__} is not a plain tensor")
-        plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-        if torch._is_zerotensor(plain):
-            plain = plain.clone()
-        if bits is not None:
+        # each of these costs as much as a small digest, so only where there is something to do
+        plain = tensor.detach() if tensor.requires_grad else tensor
+        if not plain.is_cpu:
+            plain = plain.cpu()
+        if plain.is_conj() or plain.is_neg() or plain._is_zerotensor():
+            plain = plain.clone().resolve_conj().resolve_neg()
+        if plain.numel() and not plain.data_ptr():
+            raise Unhashable("the tensor's memory was given back")
+        if (bits := TENSOR_VIEWS.get(tensor.dtype)) is not None:
             plain = plain.view(bits)
         elif plain.dtype == torch.complex32:
             plain = torch.view_as_real(plain)

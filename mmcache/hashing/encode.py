@@ -143,6 +143,9 @@ def _entries(entries: list[tuple[object, str, object]], out: Message) -> None:
 
 
 def _key(key: object, out: Message, step: str) -> bytes:
+    if type(key) is str:
+        data = key.encode("utf-8", "surrogatepass")
+        return header(b"s", len(data)) + data
     if not _is_key(key):
         raise Unhashable(f"{type(key).__qualname__} as a key: keys are text, bytes, numbers, None, enums or tuples")
     try:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mmcache.errors import UnhashableContentError
 from mmcache.hashing.algorithms import algorithm as find_algorithm
-from mmcache.hashing.arrays import Array, array_dtype, array_head
+from mmcache.hashing.arrays import TENSOR_VIEWS, Array, array_dtype, array_head, tensor_dtype
 from mmcache.hashing.encode import encode
 from mmcache.hashing.message import Message, Unhashable, header
 
@@ -56,7 +58,7 @@ class ContentHasher:
             encode(part, message)
         self._prefix = bytes(message.pending)
         self._whole = algorithm == "xxh3_128"  # takes arrays as they are; the others take bytes
-        self._heads: dict[tuple[np.dtype[np.generic], tuple[int, ...]], bytes] = {}
+        self._heads: dict[tuple[object, tuple[int, ...]], tuple[bytes, type[ctypes.Array[ctypes.c_ubyte]] | None]] = {}
 
     def digest(self, /, *parts: object, **named_parts: object) -> str:
         """The digest of some content and its options, in lower-case hexadecimal digits.
@@ -71,18 +73,34 @@ class ContentHasher:
             MediaError: an image that was opened lazily cannot be decoded.
         """
         if not named_parts and len(parts) == 1:
-            kind = type(parts[0])
+            part: Any = parts[0]
+            kind = type(part)
             if kind is Tensor or kind is np.ndarray:
-                fast = self._digest_array(parts[0])
-                if fast is not None:
-                    return fast
+                # One contiguous array on the CPU: the same message, without writing it piece by piece.
+                try:
+                    head, memory = self._heads.get((part.dtype, part.shape)) or self._head(part)
+                    if memory is None:
+                        # refuses what is not contiguous, or copies it
+                        data = part if self._whole else part.reshape(-1).view(np.uint8).data
+                    elif part.is_cpu and part.is_contiguous() and not part.is_neg() and (address := part.data_ptr()):
+                        # `numpy()` alone would take as long as all of this, and knows neither bfloat16 nor float8
+                        data = memory.from_address(address)
+                        if not self._whole:
+                            data = np.frombuffer(memoryview(data), np.uint8).data
+                    else:
+                        return self.digest_until(None, parts, named_parts)
+                    state = self._start(head)
+                    state.update(data)
+                    return state.hexdigest()
+                except (RuntimeError, TypeError, ValueError, BufferError, Unhashable):
+                    pass
         return self.digest_until(None, parts, named_parts)
 
     def digest_until(
         self, stop: Callable[[], bool] | None, parts: tuple[object, ...], named_parts: dict[str, object]
     ) -> str:
         """`digest`, given up with `CancelledError` soon after `stop()` is true; it is asked every few megabytes."""
-        state = self._start()
+        state = self._start(b"")
         self._compose(Message(self, state.update, stop), parts, named_parts)
         return state.hexdigest()
 
@@ -109,27 +127,23 @@ class ContentHasher:
             raise UnhashableContentError(f"{path}: {error.reason}", path=path) from error.__cause__
         message.flush()
 
-    def _digest_array(self, part: Any) -> str | None:
-        """The digest of one contiguous array that numpy can see; None for all that need more care."""
-        try:
-            values: Array = part.numpy() if isinstance(part, Tensor) else part
-            head = self._heads.get((values.dtype, values.shape)) or self._head(values)
-            state = self._start()
-            state.update(head)
-            # what is not contiguous is refused here
-            state.update(values if self._whole else values.reshape(-1).view(np.uint8).data)
-        except (RuntimeError, TypeError, ValueError, Unhashable):
-            return None
-        return state.hexdigest()
-
-    def _head(self, values: Array) -> bytes:
-        if values.dtype.newbyteorder("<") != values.dtype:
-            raise ValueError("big-endian")
+    def _head(self, part: Tensor | Array) -> tuple[bytes, type[ctypes.Array[ctypes.c_ubyte]] | None]:
+        """What stands before the bits of such an array and, for a tensor, the type of the memory they lie in."""
+        memory = None
+        if isinstance(part, Tensor):
+            name = tensor_dtype(part.dtype)
+            if part.dtype not in TENSOR_VIEWS or part.is_complex() or part.layout != torch.strided:
+                raise Unhashable(name)
+            memory = ctypes.c_ubyte * part.nbytes
+        else:
+            name = array_dtype(part.dtype)
+            if part.dtype.newbyteorder("<") != part.dtype:
+                raise Unhashable("big-endian")
         empty = header(b"d", 0) + header(b"l", 1)
-        head = self._prefix + empty + array_head(array_dtype(values.dtype), values.shape, values.nbytes)
+        head = self._prefix + empty + array_head(name, part.shape, part.nbytes), memory
         if len(self._heads) >= _HEADS:
             self._heads.clear()
-        self._heads[values.dtype, values.shape] = head
+        self._heads[part.dtype, tuple(part.shape)] = head
         return head
 
     def __eq__(self, other: object) -> bool:
