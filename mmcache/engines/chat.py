@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import wave
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -27,7 +27,7 @@ class Photo:
     """One encoded image file. `source` says where it came from and serves error messages only, no identity."""
 
     data: bytes
-    source: str = "image"
+    source: str = field(default="image", metadata={"content": False})
     modality: ClassVar[str] = "image"
 
     @property
@@ -42,7 +42,7 @@ class Frames:
 
     frames: tuple[bytes, ...]
     fps: float = 2.0
-    source: str = "video"
+    source: str = field(default="video", metadata={"content": False})
     modality: ClassVar[str] = "video"
 
     @property
@@ -56,7 +56,7 @@ class Audio:
     """One PCM WAV file."""
 
     data: bytes
-    source: str = "audio"
+    source: str = field(default="audio", metadata={"content": False})
     modality: ClassVar[str] = "audio"
 
     @property
