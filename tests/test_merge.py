@@ -91,6 +91,24 @@ def test_rows_of_equal_dtype_keep_every_bit(dtype: torch.dtype) -> None:
     inputs = torch.zeros(70, 600, dtype=dtype)
     merge_embeddings(inputs, source, mask_of("---" + "#" * 64 + "---"))
     assert torch.equal(inputs[3:67].view(torch.int8), bits)
+    for width in (5, 600):  # and on ways of their own: few elements, and rows by index
+        inputs = torch.zeros(128, width, dtype=dtype)
+        merge_embeddings(inputs, source[:, :width], mask_of("#-" * 64))
+        assert torch.equal(inputs[::2].view(torch.int8), source[:, :width].contiguous().view(torch.int8))
+
+
+@pytest.mark.parametrize("width", [5, 2000])
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_sources_of_several_dtypes_in_one_call(width: int, device: str) -> None:
+    dtypes = [torch.float8_e4m3fn, torch.float32, torch.bfloat16, torch.float16, torch.float64]
+    parts = [torch.randn(8, width).to(dtype) for dtype in dtypes]
+    mask = mask_of("#--##-#" * 10)
+    with SimulatedDevice("cuda:0"):
+        for dtype in dtypes:
+            inputs = torch.zeros(70, width, dtype=dtype, device=device)
+            merge_embeddings(inputs, parts, mask)
+            right = torch.cat([part.to(dtype).view(torch.int8) for part in parts])
+            assert torch.equal(inputs.cpu().view(torch.int8)[mask], right)
 
 
 @pytest.mark.parametrize("picture", ["#" * 40 + "-", "#-" * 40, "##-" * 20 + "-", "-" + "#" * 25 + "--" + "#" * 15])

@@ -58,7 +58,7 @@ def merge_embeddings(inputs_embeds: Tensor, embeddings: Embeddings, is_multimoda
     elif rows * width <= _SMALL and target.is_cpu and all(source.is_cpu for source in sources):
         # Too small for the choice of a way to pay: the copy that this makes is small too.
         if rows:
-            target[is_multimodal.reshape(-1)] = torch.cat(sources).to(dtype)
+            target[is_multimodal.reshape(-1)] = torch.cat([source.to(dtype) for source in sources])
     else:
         write_blocks(target, _blocks(sources, mask, slots, first, width * target.element_size()))
     return inputs_embeds

@@ -90,11 +90,14 @@ def _write_host(target: Tensor, blocks: Iterable[tuple[Tensor, Block]]) -> None:
     bits = as_bits(target)
     storage = target.untyped_storage().data_ptr()
     for source, block in blocks:
-        if source.is_cpu and source.untyped_storage().data_ptr() == storage:
+        if not source.is_cpu:
+            source = source[block.first : block.first + block.count].to(target.dtype).cpu()
+            block = Block(0, block.count, block.runs, block.positions)
+        elif source.untyped_storage().data_ptr() == storage:
             source = source.clone()  # rows of the destination itself, which is being written
         if bits is None or (source.requires_grad and torch.is_grad_enabled()):
             _copy_runs(target, source, block)
-        elif source.dtype is target.dtype and source.is_cpu and (source_bits := as_bits(source)) is not None:
+        elif source.dtype is target.dtype and (source_bits := as_bits(source)) is not None:
             _copy_bits(bits, source_bits, block)
         elif block.runs is None or len(block.runs) * _SHORT_CONVERSION > block.count * target.shape[1]:
             _convert_scattered(bits, target.dtype, source, block)
@@ -113,7 +116,7 @@ def _copy_bits(target: Bits, source: Bits, block: Block) -> None:
 
 
 def _convert_scattered(target: Bits, dtype: torch.dtype, source: Tensor, block: Block) -> None:
-    """Convert (and fetch) a few rows at a time into a buffer that stays in the cache, and scatter that."""
+    """Convert a few rows at a time into a buffer that stays in the cache, and scatter that."""
     width = source.shape[1]
     rows = max(1, min(block.count, _CHUNK_BYTES // max(1, width * dtype.itemsize)))
     if torch.get_num_threads() > 1:
@@ -129,14 +132,14 @@ def _convert_scattered(target: Bits, dtype: torch.dtype, source: Tensor, block: 
 
 
 def _copy_runs(target: Tensor, source: Tensor, block: Block) -> None:
-    """A copy for each run: converts, moves between devices, and is seen by autograd."""
+    """A copy for each run, or for evenly spaced ones together: converts, and is seen by autograd."""
     rows = source[block.first : block.first + block.count]
     if block.runs is None:
-        target.index_copy_(0, torch.from_numpy(block.indices()), rows.to(target.device, target.dtype))
+        target.index_copy_(0, torch.from_numpy(block.indices()), rows.to(target.dtype))
         return
     tracked = torch.is_grad_enabled() and (target.requires_grad or rows.requires_grad)
     evenly = _evenly_spaced(block.runs)
-    if len(evenly) <= _FEW_CALLS or tracked or not rows.is_cpu:
+    if len(evenly) <= _FEW_CALLS or tracked:
         _copy_evenly(target, rows, evenly)
         return
     runs = block.runs
@@ -241,5 +244,10 @@ def _write_staged(target: Tensor, rows: Tensor, block: Block, place: Tensor | No
 def _put_rows(target: Tensor, rows: Tensor, block: Block, place: Tensor | None) -> None:
     if place is None:
         _copy_evenly(target, rows, _evenly_spaced(block.runs or ()))
-    else:
-        target.index_copy_(0, place, rows.to(target.device, target.dtype, non_blocking=True))
+        return
+    rows = rows.to(target.device, target.dtype, non_blocking=True)
+    if not (torch.is_grad_enabled() and (target.requires_grad or rows.requires_grad)):
+        # As integers of that size: indexed copies of the smallest float types are not everywhere.
+        kind = BITS[target.element_size()]
+        target, rows = target.detach().view(kind), rows.detach().view(kind)
+    target.index_copy_(0, place, rows)

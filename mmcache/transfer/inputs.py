@@ -98,6 +98,7 @@ def encoder_inputs(lookups: Sequence[TransferLookup], device: torch.device | str
     Raises:
         MissingContentError: items to encode came as metadata only; names the request and all such items of it.
     """
+    lookups = list(lookups)
     if not any(lookup.missing for lookup in lookups):
         return []
     return _transfer_to(_with_index(torch.device(device))).encoder_inputs(lookups)
