@@ -20,11 +20,6 @@ _COMMANDS = {
         "add_replay_command",
     ),
     "audit": (
-        "prove on a simulated device which fields of a model may stay on the CPU",
-        "mmcache.audit.command",
-        "add_audit_command",
-    ),
-    "audit": (
         "prove where the fields of a model belong: on the device or on the CPU",
         "mmcache.audit.command",
         "add_audit_command",

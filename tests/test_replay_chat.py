@@ -172,7 +172,7 @@ def test_an_image_that_cannot_be_decoded_is_named(trace: Path) -> None:
         (turn,) = read_chat(write(trace, {"messages": [user(image(name))]}))
         (photo,) = media_of(turn.messages)
         assert isinstance(photo, Photo)
-        with pytest.raises(MediaError, match=f"line 1.*{name}"):
+        with pytest.raises(MediaError, match=f"message 0, part 0 .{name}"):
             decode_image(photo.data, photo.source)
 
 

@@ -127,10 +127,14 @@ def turn(*parts: str | Photo, line: int = 3) -> ChatTurn:
 
 
 def test_media_that_cannot_be_used_name_the_line() -> None:
-    broken = turn(Photo(picture(0)[:-60], "trace, line 3: message 0, part 0 (x.png)"))
+    broken = turn(Photo(picture(0)[:-60], "message 0, part 0 (x.png)"))
     with pytest.raises(TraceError, match=r"trace\.jsonl, line 3: .*x\.png") as caught:
         replay_live([turn("hello", line=2), broken], trace="trace.jsonl", model="llava")
     assert caught.value.line == 3
+    wide = io.BytesIO()
+    Image.new("RGB", (1000, 2)).save(wide, "PNG")
+    with pytest.raises(TraceError, match=r"line 3: strip\.png cannot be preprocessed: .*aspect ratio"):
+        replay_live([turn(Photo(wide.getvalue(), "strip.png"))], trace="trace.jsonl")
     with pytest.raises(TraceError, match="qwen2_audio takes no image"):
         replay_live([turn(Photo(picture(0)))], trace="trace.jsonl", model="qwen2_audio")
 

@@ -58,9 +58,6 @@ class _Line:
     def error(self, message: str, **details: Any) -> TraceError:
         return TraceError(message, path=str(self.path), line=self.number, **details)
 
-    def source(self, place: str, name: str) -> str:
-        return f"{self.path}, line {self.number}: {place} ({name})"
-
 
 def read_chat(path: str | Path) -> Iterator[ChatTurn]:
     """Read a chat trace line by line, plain or gzipped; blank lines are skipped.
@@ -168,7 +165,7 @@ def _image(url: object, place: str, line: _Line) -> Photo:
             raise line.error(f"{place} is a broken data URI", expected="data:image/...;base64,...", found=_brief(url))
         if not media_type.lower().startswith("image/"):
             raise line.error(f"{place} is a data URI of another type", expected="image/...", found=_brief(media_type))
-        return Photo(_base64(body, place, line), line.source(place, f"data URI, {media_type}"))
+        return Photo(_base64(body, place, line), f"{place} (data URI, {media_type})")
     if url[:7].lower() == "http://" or url[:8].lower() == "https://":
         raise line.error(
             f"{place} is a web address, and nothing is downloaded",
@@ -189,7 +186,7 @@ def _image(url: object, place: str, line: _Line) -> Photo:
         raise line.error(f"{place} cannot be read: {error}", found=_brief(url)) from error
     if not data:
         raise line.error(f"{place}: the image file is empty", found=str(file))
-    return Photo(data, line.source(place, url))
+    return Photo(data, f"{place} ({url})")
 
 
 def _audio(audio: object, place: str, line: _Line) -> Audio:
@@ -197,7 +194,7 @@ def _audio(audio: object, place: str, line: _Line) -> Audio:
         raise line.error(f"{place} has no audio data", found=_brief(audio))
     if audio.get("format", "wav") != "wav":
         raise line.error(f"{place} is audio of an unknown format", expected="wav", found=_brief(audio.get("format")))
-    return Audio(_base64(audio["data"], place, line), line.source(place, "wav"))
+    return Audio(_base64(audio["data"], place, line), f"{place} (wav)")
 
 
 def _base64(text: str, place: str, line: _Line) -> bytes:

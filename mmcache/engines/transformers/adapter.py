@@ -151,13 +151,26 @@ class Adapter(ABC):
         """The processor's effective settings, part of every item's identity."""
         return processor_settings(self.processor)
 
-    @abstractmethod
     def process(self, media: Sequence[Media]) -> dict[str, Any]:
         """Decode and preprocess media of one modality into one batch of tensors on the CPU.
 
         Raises:
-            MediaError: one of them cannot be decoded, or the family does not take its modality.
+            MediaError: one of them cannot be decoded, the processor refuses it, or the family does not take its kind.
         """
+        for part in media:
+            self.check(part)
+        try:
+            return self._process(media)
+        except MediaError:
+            raise
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            # Processors say so in their own ways, e.g. of an image a hundred times wider than high.
+            sources = ", ".join(part.source for part in media)
+            raise MediaError(f"{sources} cannot be preprocessed: {error}") from error
+
+    @abstractmethod
+    def _process(self, media: Sequence[Media]) -> dict[str, Any]:
+        """What the family's processor makes of media that it takes."""
 
     def check(self, media: Media) -> None:
         """Raise `MediaError` for a modality that the family does not take."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmcache.engines.chat import Audio, Frames, Media, Photo, decode_audio, decode_image
 from mmcache.engines.transformers.adapter import Adapter, ItemTokens, Metadata
-from mmcache.errors import ConfigError, MediaError
+from mmcache.errors import MediaError
 from mmcache.fields import FieldConfig, ItemFields
 from mmcache.items import MultimodalItem
 
@@ -32,12 +32,9 @@ class QwenVL(Adapter):
         self.merge = int(vision.spatial_merge_size) ** 2
         self.levels = 1 + len(getattr(vision, "deepstack_visual_indexes", ()) or ())
 
-    def process(self, media: Sequence[Media]) -> dict[str, Any]:
-        """Decode and preprocess; see `Adapter.process`."""
+    def _process(self, media: Sequence[Media]) -> dict[str, Any]:
         photos = [part for part in media if isinstance(part, Photo)]
         clips = [part for part in media if isinstance(part, Frames)]
-        for part in media:
-            self.check(part)
         batch: dict[str, Any] = {}
         if photos:
             images = [decode_image(photo.data, photo.source) for photo in photos]
@@ -128,9 +125,8 @@ class Llava(Adapter):
     model_type = "llava"
     modalities = frozenset({"image"})
 
-    def process(self, media: Sequence[Media]) -> dict[str, Any]:
-        """Decode and preprocess; see `Adapter.process`."""
-        images = [decode_image(photo.data, photo.source) for photo in _only(self, media, Photo)]
+    def _process(self, media: Sequence[Media]) -> dict[str, Any]:
+        images = [decode_image(photo.data, photo.source) for photo in media if isinstance(photo, Photo)]
         return dict(self.processor(images=images, return_tensors="pt"))
 
     def item_tokens(self, fields: ItemFields) -> ItemTokens:
@@ -153,9 +149,8 @@ class Idefics3(Adapter):
         vision = model.config.vision_config
         self.rows_per_tile = (vision.image_size // vision.patch_size) ** 2 // model.config.scale_factor**2
 
-    def process(self, media: Sequence[Media]) -> dict[str, Any]:
-        """Decode and preprocess; see `Adapter.process`."""
-        images = [decode_image(photo.data, photo.source) for photo in _only(self, media, Photo)]
+    def _process(self, media: Sequence[Media]) -> dict[str, Any]:
+        images = [decode_image(photo.data, photo.source) for photo in media if isinstance(photo, Photo)]
         made = self.processor(images=[images], return_row_col_info=True, return_tensors="pt")
         rows, columns = torch.tensor(made["rows"][0]), torch.tensor(made["cols"][0])
         return {
@@ -205,11 +200,10 @@ class Qwen2Audio(Adapter):
     model_type = "qwen2_audio"
     modalities = frozenset({"audio"})
 
-    def process(self, media: Sequence[Media]) -> dict[str, Any]:
-        """Decode and preprocess; see `Adapter.process`."""
+    def _process(self, media: Sequence[Media]) -> dict[str, Any]:
         waves = []
         rate = int(self.processor.sampling_rate)
-        for part in _only(self, media, Audio):
+        for part in (part for part in media if isinstance(part, Audio)):
             samples, found = decode_audio(part.data, part.source)
             if found != rate:
                 # Linear interpolation: this engine shows what a cache does, not how audio is best resampled.
@@ -256,11 +250,3 @@ class Qwen2Audio(Adapter):
         """Arguments of the plain forward pass; see `Adapter.stock_inputs`."""
         sound = {name: batch[name] for name in ("input_features", "feature_attention_mask") if name in batch}
         return {"input_ids": token_ids, "attention_mask": torch.ones_like(token_ids), **sound}
-
-
-def _only(adapter: Adapter, media: Sequence[Media], kind: type[Any]) -> list[Any]:
-    for part in media:
-        adapter.check(part)
-        if not isinstance(part, kind):
-            raise ConfigError(f"{part.modality} is not what this family's processor takes", found=part.source)
-    return list(media)
