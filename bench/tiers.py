@@ -1,0 +1,315 @@
+"""What tiers cost, beside what a read of the same bytes costs without them.
+
+    python bench/tiers.py [--rounds 60] [--entries 100000] [--skip redis mooncake startup]
+
+All ways of one comparison take turns in one process, on one thread, with warm caches; medians count, as ratios. Servers
+are started on free loopback ports where they are installed. "decoded" is header and checksum checked and the rows in
+memory of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from tier_servers import MooncakeCluster, RedisServer
+
+from mmcache.namespaces import Namespace, namespace_fingerprint
+from mmcache.tiers import (
+    DiskTier,
+    Key,
+    MemoryTier,
+    MooncakeTier,
+    RedisTier,
+    Tier,
+    TieredStore,
+    decode_entry,
+    encode_entry,
+)
+
+torch.set_num_threads(1)
+NAMESPACE = Namespace("bench", digest_scheme="sha256")
+SPACE = namespace_fingerprint(NAMESPACE)
+ROWS = torch.randn(512, 4096).to(torch.bfloat16)  # 4 MiB
+ITEMS = 26
+
+
+def take_turns(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median seconds of each way."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(rounds + 3):
+        for name, way in ways.items():
+            start = time.perf_counter()
+            result = way()
+            elapsed = time.perf_counter() - start
+            del result
+            if turn >= 3:
+                times[name].append(elapsed)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def show(title: str, times: dict[str, float], limit: str) -> None:
+    print(f"\n{title}")
+    for name, seconds in times.items():
+        print(f"  {name:52} {seconds * 1e3:9.3f} ms   {seconds / times[limit]:6.2f}")
+
+
+def get(tier: Tier, keys: list[Key]) -> list[torch.Tensor]:
+    return [decode_entry(key, entry) for key, entry in tier.get_many(keys).items()]
+
+
+def keys_of(count: int, prefix: str = "item") -> list[Key]:
+    return [Key(SPACE, f"{prefix}-{number}") for number in range(count)]
+
+
+@contextmanager
+def directory() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="mmcache-bench-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def disk(rounds: int) -> None:
+    with directory() as path:
+        tier = DiskTier(path, 1 << 30)
+        (key,) = keys_of(1)
+        tier.put_many({key: encode_entry(key, ROWS)})
+        file = path / "objects" / key.name[:2] / key.name
+        store = TieredStore([tier], namespace=NAMESPACE)
+
+        def plain() -> bytes:
+            with open(file, "rb") as opened:
+                return opened.read()
+
+        with ThreadPoolExecutor(1) as pool:
+            times = take_turns(
+                {
+                    "plain read of the file": plain,
+                    "DiskTier, decoded": lambda: get(tier, [key]),
+                    "plain read on another thread, waited for": lambda: pool.submit(plain).result(),
+                    "TieredStore.fetch (on another thread, waited for)": lambda: store.fetch([key]),
+                },
+                rounds * 3,
+            )
+        show("disk, one hit of 4 MiB in the page cache", times, "plain read of the file")
+        store.close()
+
+
+def redis(rounds: int) -> None:
+    if why := RedisServer.why_not():
+        print(f"\nredis: {why}")
+        return
+    from redis import Redis
+
+    server = RedisServer("--maxmemory", "2gb")
+    try:
+        client = Redis.from_url(server.url)
+        tier = RedisTier(server.url)
+        compare_remote("redis", tier, rounds, client.set, lambda names: get_all(client, names))
+    finally:
+        server.kill()
+
+
+def get_all(client: Any, names: list[str]) -> list[bytes]:
+    if len(names) == 1:
+        return [client.get(names[0])]
+    pipeline = client.pipeline(transaction=False)
+    for name in names:
+        pipeline.get(name)
+    values: list[bytes] = pipeline.execute()
+    return values
+
+
+def mooncake(rounds: int) -> None:
+    if why := MooncakeCluster.why_not():
+        print(f"\nmooncake: {why}")
+        return
+    from mooncake.store import MooncakeDistributedStore
+
+    cluster = MooncakeCluster(1 << 30)
+    try:
+        client = MooncakeDistributedStore()
+        client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 256 << 20, "tcp", "", cluster.address)
+        tier = MooncakeTier(cluster.address, buffer_bytes=256 << 20)
+        compare_remote(
+            "mooncake",
+            tier,
+            rounds,
+            client.put,
+            lambda names: [client.get(names[0])] if len(names) == 1 else client.get_batch(names),
+        )
+        tier.close()
+        client.close()
+    finally:
+        cluster.kill()
+
+
+def compare_remote(
+    name: str,
+    tier: Tier,
+    rounds: int,
+    raw_put: Callable[[str, bytes], object],
+    raw_get: Callable[[list[str]], list[bytes]],
+) -> None:
+    keys = keys_of(ITEMS)
+    for number, key in enumerate(keys):
+        entry = encode_entry(key, ROWS)
+        raw_put(f"raw-{number}", entry.header + entry.payload.numpy().tobytes())
+        tier.put_many({key: entry})
+    for count in (1, ITEMS):
+        names = [f"raw-{number}" for number in range(count)]
+        assert [len(value) for value in raw_get(names)] == [encode_entry(keys[0], ROWS).nbytes] * count
+        asked = keys[:count]
+        times = take_turns(
+            {
+                "the client's own get": lambda names=names: raw_get(names),
+                "tier, decoded": lambda asked=asked: get(tier, asked),
+            },
+            rounds if count == 1 else max(8, rounds // 4),
+        )
+        show(f"{name}, {count} x 4 MiB in one call", times, "the client's own get")
+
+
+def startup(entries: int) -> None:
+    with directory() as path:
+        rows = torch.randn(1, 16)
+        size = encode_entry(keys_of(1)[0], rows).nbytes
+        tier = DiskTier(path, 1 << 40)
+        few = []
+        keys = keys_of(entries)
+        for start in range(0, entries, 500):
+            batch = {key: encode_entry(key, rows) for key in keys[start : start + 500]}
+            begin = time.perf_counter()
+            tier.put_many(batch)
+            few.append(time.perf_counter() - begin)
+        nbytes = tier.usage().nbytes or 0
+        tier.close()
+        times = []
+        for _ in range(5):
+            begin = time.perf_counter()
+            tier = DiskTier(path, 1 << 40)
+            times.append(time.perf_counter() - begin)
+            tier.close()
+        print(f"\nstart-up with {entries} entries\n  after a clean end {statistics.median(times) * 1e3:9.1f} ms")
+        pid = os.fork()
+        if pid == 0:  # a process that ends without closing is one that was killed
+            DiskTier(path, 1 << 40)
+            os._exit(0)
+        os.waitpid(pid, 0)
+        begin = time.perf_counter()
+        DiskTier(path, 1 << 40).close()
+        print(f"  after a kill      {(time.perf_counter() - begin) * 1e3:9.1f} ms  (files and index are compared)")
+        tier = DiskTier(path, nbytes)
+        evicting = []
+        for key in keys_of(300, "new"):
+            entry = encode_entry(key, rows)
+            begin = time.perf_counter()
+            outcome = tier.put_many({key: entry})
+            evicting.append(time.perf_counter() - begin)
+            assert len(outcome.evicted) == 1
+        with directory() as small:
+            other = DiskTier(small, 100 * size)
+            plain = []
+            for key in keys_of(400, "new"):
+                begin = time.perf_counter()
+                other.put_many({key: encode_entry(key, rows)})
+                plain.append(time.perf_counter() - begin)
+            other.close()
+        print(
+            f"  a put that evicts one, {entries} entries {statistics.median(evicting) * 1e3:9.3f} ms;"
+            f" 100 entries {statistics.median(plain[100:]) * 1e3:9.3f} ms"
+        )
+        tier.close()
+
+
+def request_path(rounds: int) -> None:
+    """A request that encodes one new image: with and without writing behind it."""
+    weights = torch.randn(1024, 1024)
+    batch = torch.randn(256, 1024)
+
+    def encode() -> torch.Tensor:
+        hidden = batch
+        for _ in range(6):  # stands for an encoder; a real one takes longer
+            hidden = torch.relu(hidden @ weights) * 1e-2
+        return ROWS.clone()
+
+    with directory() as path:
+        size = encode_entry(keys_of(1)[0], ROWS).nbytes
+        store = TieredStore([MemoryTier(8 * size), DiskTier(path, 64 * size)], namespace=NAMESPACE)
+        numbers = iter(range(10**9))
+
+        def without() -> None:
+            encode()
+
+        def with_puts() -> None:
+            rows = encode()
+            store.put(store.key(f"turn-{next(numbers)}"), rows)
+
+        alone: list[float] = []
+        behind: list[float] = []
+        puts: list[float] = []
+        for _ in range(rounds * 4):
+            for way, times in ((without, alone), (with_puts, behind)):
+                begin = time.perf_counter()
+                way()
+                times.append(time.perf_counter() - begin)
+            rows = ROWS.clone()
+            key = store.key(f"put-{next(numbers)}")
+            begin = time.perf_counter()
+            store.put(key, rows)
+            puts.append(time.perf_counter() - begin)
+        show(
+            "a request that encodes one image of 4 MiB (median; the writer thread runs beside it)",
+            {"without tiers": statistics.median(alone), "memory and disk behind it": statistics.median(behind)},
+            "without tiers",
+        )
+        print(f"  put itself {statistics.median(puts) * 1e6:.1f} us, dropped {store.stats().tiers[1].dropped}")
+        store.flush(60)
+        keys = [store.key(f"known-{number}") for number in range(ITEMS)]
+        for key in keys:
+            store.put(key, ROWS[:1].clone())
+        store.flush(60)
+        times = take_turns({"known": lambda: store.known(keys)}, 2000)
+        print(f"  known({ITEMS} keys, 2 tiers) {times['known'] * 1e6:.1f} us")
+        times = take_turns({"prefetch": lambda: store.prefetch(keys)}, 200)
+        print(f"  prefetch({ITEMS} keys) returns after {times['prefetch'] * 1e6:.1f} us")
+        store.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--entries", type=int, default=100_000)
+    parser.add_argument("--skip", nargs="*", default=[], choices=["disk", "redis", "mooncake", "startup", "request"])
+    arguments = parser.parse_args()
+    print("median, and ratio to the limit")
+    for name, run in (
+        ("disk", lambda: disk(arguments.rounds)),
+        ("redis", lambda: redis(arguments.rounds)),
+        ("mooncake", lambda: mooncake(arguments.rounds)),
+        ("request", lambda: request_path(arguments.rounds)),
+        ("startup", lambda: startup(arguments.entries)),
+    ):
+        if name not in arguments.skip:
+            run()
+
+
+if __name__ == "__main__":
+    main()
