@@ -228,7 +228,7 @@ class PinnedRing:
         return head if head + size <= tail else None
 
     def _pinned_slab(self) -> Tensor | None:
-        slab = self._slab
+        seen = slab = self._slab
         # Memory that was pinned in a simulation is not pinned outside it.
         if slab is not None and slab.is_pinned():
             return slab
@@ -237,6 +237,8 @@ class PinnedRing:
         except RuntimeError:
             return None
         with self._lock:
+            if self._slab is not seen:  # another thread was faster
+                return self._slab
             self._slab = slab
             self._regions.clear()
             self._head = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mmcache.errors import EmbeddingError, UnresolvedItemError, WindowError
 from mmcache.items import MultimodalItem, MultimodalRequest, PlaceholderRange
@@ -250,6 +253,63 @@ def test_on_a_device_the_host_waits_for_nothing(picture: str, dtype: torch.dtype
         sent = sum(move.nbytes for move in sim.moves)
         assert sent <= 40 * 8 + (0 if where == "device" else 40 * 32)  # indices, and the rows in the target's dtype
         assert torch.equal(inputs.cpu(), expected)
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations, and the bytes of the storages that they make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        self.count += 1
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in given:
+                self.largest = max(self.largest, tensor.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("lengths", [[1] * 30, [3, 1, 7, 2, 5, 4, 1, 6], [8] * 12, [90]])
+def test_on_a_device_launches_do_not_grow_with_rows(lengths: list[int], dtype: torch.dtype) -> None:
+    counts = []
+    for factor in (1, 10):
+        # ten times the runs where runs are short, ten times the length elsewhere
+        runs = lengths * factor if max(lengths) < 90 else [length * factor for length in lengths]
+        mask = torch.tensor([flag for length in runs for flag in [True] * length + [False]])
+        with SimulatedDevice("cuda:0") as sim:
+            inputs = sim.to_device(torch.zeros(len(mask), 16, dtype=torch.bfloat16))
+            source = sim.to_device(torch.randn(sum(runs), 16).to(dtype))
+            with Operations() as operations:
+                merge_embeddings(inputs, source, mask)
+        counts.append(operations.count)
+    assert counts[0] == counts[1]
+    assert counts[0] < 30
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("lengths", [[1] * 2048, [16] * 128, [3, 1, 7, 2, 5, 4, 1, 6, 35] * 32, [512] * 4, [2048]])
+def test_on_the_cpu_nothing_is_allocated_that_grows_with_the_bytes_written(
+    lengths: list[int], dtype: torch.dtype
+) -> None:
+    mask = torch.tensor([flag for length in lengths for flag in [True] * length + [False]])
+    inputs = torch.zeros(len(mask), 1024, dtype=torch.bfloat16)
+    source = torch.randn(2048, 1024).to(dtype)
+    merge_embeddings(inputs, source, mask)
+    tracemalloc.start()
+    try:
+        with Operations() as operations:
+            merge_embeddings(inputs, [source[:700], source[700:]], mask)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert operations.largest <= 256 << 10  # written: 4 MiB
+    assert peak <= 1 << 20
+    assert torch.equal(inputs[mask], source.to(torch.bfloat16))
 
 
 def test_device_rows_into_a_host_destination_are_fetched() -> None:

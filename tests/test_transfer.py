@@ -91,7 +91,7 @@ def test_only_missing_items_are_sent_and_metadata_stays() -> None:
     ):
         [batch] = encoder_inputs([lookup], "cuda:0")
         assert lookup.missing == (1, 2)
-        assert (batch.modality, batch.items, batch.num_embeds) == ("image", ((lookup, 1), (lookup, 2)), (4, 4))
+        assert (batch.modality, batch.items, batch.num_embeds) == ("image", [(lookup, 1), (lookup, 2)], (4, 4))
         assert sorted(batch.kwargs) == ["image_grid_thw", "pixel_values"]
         assert batch.kwargs["pixel_values"].device == sim.device
         assert batch.kwargs["image_grid_thw"].device.type == "cpu"

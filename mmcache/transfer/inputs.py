@@ -70,7 +70,7 @@ class EncoderBatch:
     """
 
     modality: str
-    items: tuple[tuple[Any, int], ...]
+    items: list[tuple[Any, int]]
     kwargs: dict[str, FieldValue]
     moved_bytes: int = 0
     _held: list[_Resident] = field(default_factory=list, repr=False)
@@ -187,7 +187,7 @@ class Transfer:
         """The batch of a group; `shared`: values of shared fields that this call has sent already, by identity."""
         first_lookup, first_index, first = group[0]
         modality = first_lookup.request.items[first_index].modality
-        places = tuple((lookup, index) for lookup, index, _ in group)
+        places: list[tuple[Any, int]] = [(lookup, index) for lookup, index, _ in group]
         fields = [entry[2] for entry in group]
         if self.device.type == "cpu":
             return EncoderBatch(modality, places, {n: _to_cpu(v) for n, v in join_fields(fields).items()})
