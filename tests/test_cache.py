@@ -451,6 +451,20 @@ def test_release_keeps_the_pins_of_what_is_still_to_be_merged(make: Any) -> None
     assert cache.stats().pinned_bytes == 0
 
 
+def test_a_commit_before_the_release_unpins_at_the_release(make: Any) -> None:
+    """An open lookup finds what its plan calls stored, even when its step is committed first."""
+    cache = make(rows=4)
+    req = one_image("r", "a")
+    lookup = cache.lookup(req, num_computed_tokens=0)
+    fill(cache, lookup)
+    cache.commit(req, 6)
+    cache.invalidate()
+    cache.lookup(one_image("other", "b"), num_computed_tokens=0).release()
+    check_merge(lookup)
+    lookup.release()
+    assert cache.stats().pinned_bytes == 0
+
+
 def test_nothing_works_after_release(make: Any) -> None:
     cache = make()
     lookup = cache.lookup(one_image("r", "a"), num_computed_tokens=0)

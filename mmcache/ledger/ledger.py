@@ -14,19 +14,18 @@ from mmcache.errors import ReleasedError
 from mmcache.items import MultimodalRequest
 from mmcache.ledger.budget import Budget
 from mmcache.ledger.checks import check_books
-from mmcache.ledger.records import READY, RESERVED, Entry, PinnedMatch, Session, Tally, Ticket
-from mmcache.ledger.snapshots import bytes_of, plan_of
+from mmcache.ledger.records import READY, RESERVED, Entry, PinnedMatch, Session, Ticket
+from mmcache.ledger.snapshots import plan_of
 from mmcache.ledger.table import EntryTable
-from mmcache.planning import ItemStatus, Progress, StepPlan, check_window, covered_beyond, needed_items
-from mmcache.policies import EvictionPolicy, QueueAwarePolicy
+from mmcache.ledger.tally import Tally
+from mmcache.ledger.waiting import WaitingLine, news_of, wake
+from mmcache.planning import ItemStatus, Progress, StepPlan, check_window, needed_items
+from mmcache.policies import EvictionPolicy
 from mmcache.stats import CacheStats
 
 __all__ = ["EncoderLedger"]
 
 Step: TypeAlias = Ticket | StepPlan
-
-_STATUS_ORDER = (ItemStatus.COVERED, ItemStatus.STORED, ItemStatus.IN_FLIGHT, ItemStatus.MISSING, ItemStatus.LATER)
-_BYTES_ORDER = ("covered", "stored", "in_flight", "transfer", "later", "kept_on_cpu")
 
 
 class EncoderLedger:
@@ -63,9 +62,8 @@ class EncoderLedger:
         self._tally = Tally()
         self._lock = threading.Lock()
         self._sessions: dict[str, Session] = {}
-        self._queue: dict[str, tuple[int, list[Hashable]]] = {}
+        self._line = WaitingLine(policy)
         self._plans: dict[int, Ticket] = {}
-        self._next_position = 0
         self._next_plan = 0
         self._worker_epochs: dict[Hashable, str] = {}
 
@@ -118,8 +116,8 @@ class EncoderLedger:
             session = self._sessions.get(request_id)
             if session is None:
                 session = self._sessions[request_id] = Session(request_id)
-            if self._queue and request_id in self._queue:
-                self._withdraw(request_id)
+            if self._line.positions:
+                self._line.withdraw(request_id)
             self._next_plan += 1
             ticket = Ticket(self._next_plan, request, session, start, end, needed_from, lookahead, first, later, match)
             session.tickets[ticket] = None
@@ -248,7 +246,12 @@ class EncoderLedger:
             if ticket.released:
                 return False
             self._close(ticket)
-            ticket.session.tickets.pop(ticket, None)
+            session = ticket.session
+            session.tickets.pop(ticket, None)
+            if session.passed:
+                in_use = session.in_use()
+                for entry in [entry for entry in session.passed if entry not in in_use]:
+                    self._unhold(session, entry)
         if self._table.woken:
             self._wake()
         return True
@@ -257,59 +260,12 @@ class EncoderLedger:
         ticket.released = True
         if self._plans:
             self._plans.pop(ticket.plan_id, None)
-        self._count(ticket)
+        self._tally.add(ticket)
         if ticket.unsettled:
             for entry in ticket.unsettled:
                 self._table.leave(ticket, entry)
         if ticket.event is not None or ticket.futures:
             self._table.woken.append(ticket)
-
-    def _count(self, ticket: Ticket) -> None:
-        """Add the lookup's outcome to the counters, as it stands at its end."""
-        request, entries, first, later = ticket.request, ticket.entries, ticket.first, ticket.later
-        items, sums = self._tally.items, self._tally.bytes
-        until, num_items = request._payload_until, ticket.num_items
-        if request._shared or request._zero_rows or len(entries) != later - first:
-            self._count_slowly(ticket)
-            return
-        items[0] += first
-        items[4] += num_items - later
-        sums[0] += until[first]
-        sums[4] += until[num_items] - until[later]
-        sums[5] += request.kept_bytes
-        if not entries:
-            return
-        seen: set[Entry] | None = None
-        for index, entry in entries.items():
-            size = until[index + 1] - until[index]
-            if entry is None or entry.state is READY:
-                items[1] += 1
-                sums[1] += size
-            elif entry.owner is not ticket:
-                items[2] += 1
-                sums[2] += size
-            else:
-                items[3] += 1
-                if seen is None:
-                    seen = {entry}
-                    sums[3] += size
-                elif entry in seen:
-                    sums[1] += size
-                else:
-                    seen.add(entry)
-                    sums[3] += size
-
-    def _count_slowly(self, ticket: Ticket) -> None:
-        items, sums = self._tally.items, self._tally.bytes
-        for entry in ticket.entries.values():
-            items[_STATUS_ORDER.index(ticket.status_of(entry))] += 1
-        beyond = covered_beyond(ticket.request, ticket.needed_from, ticket.first, ticket.later, ticket.entries)
-        covered = ticket.first + len(beyond)
-        items[0] += covered
-        items[4] += ticket.num_items - covered - len(ticket.entries)
-        counted = bytes_of(ticket)
-        for place, name in enumerate(_BYTES_ORDER):
-            sums[place] += getattr(counted, name)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -318,10 +274,12 @@ class EncoderLedger:
         with self._lock:
             session = self._sessions.get(request.request_id)
             if session is not None and session.held:
-                last_use = request._last_use
-                done = [entry for entry in session.held if last_use.get(entry.identifier, 0) <= num_tokens]
-                for entry in done:
-                    self._unhold(session, entry)
+                last_use, in_use = request._last_use, session.in_use()
+                for entry in [e for e in session.held if last_use.get(e.identifier, 0) <= num_tokens]:
+                    if entry in in_use:
+                        session.passed[entry] = None
+                    else:
+                        self._unhold(session, entry)
 
     def finish(self, request_id: str) -> list[Ticket]:
         """The request is done, aborted or gone: its lookups end and its pins go. Idempotent.
@@ -330,8 +288,8 @@ class EncoderLedger:
             The lookups that were still open.
         """
         with self._lock:
-            if self._queue and request_id in self._queue:
-                self._withdraw(request_id)
+            if self._line.positions:
+                self._line.withdraw(request_id)
             session = self._sessions.pop(request_id, None)
             open_tickets = [] if session is None else list(session.tickets)
             if session is not None:
@@ -340,6 +298,7 @@ class EncoderLedger:
                 for entry in session.held:
                     self._table.budget.unpin(entry)
                 session.held.clear()
+                session.passed.clear()
         self._wake()
         return open_tickets
 
@@ -357,36 +316,21 @@ class EncoderLedger:
         with self._lock:
             session = self._sessions.get(request.request_id)
             if session is not None:
-                in_use = {entry for ticket in session.tickets for entry in ticket.entries.values()}
+                in_use = session.in_use()
                 for entry in [entry for entry in session.held if entry not in in_use]:
                     self._unhold(session, entry)
-            policy = self._table.budget.policy
-            if request.request_id in self._queue:
-                position, old = self._queue[request.request_id]
-                if isinstance(policy, QueueAwarePolicy):
-                    policy.withdraw(position, old)
-            else:
-                self._next_position += 1
-                position = self._next_position
-            self._queue[request.request_id] = (position, contents)
-            if isinstance(policy, QueueAwarePolicy):
-                policy.announce(position, contents)
+            self._line.announce(request.request_id, contents)
 
     def withdraw(self, request_id: str) -> None:
         """The request no longer waits. Idempotent."""
         with self._lock:
-            if request_id in self._queue:
-                self._withdraw(request_id)
-
-    def _withdraw(self, request_id: str) -> None:
-        position, contents = self._queue.pop(request_id)
-        policy = self._table.budget.policy
-        if isinstance(policy, QueueAwarePolicy):
-            policy.withdraw(position, contents)
+            self._line.withdraw(request_id)
 
     def _unhold(self, session: Session, entry: Entry) -> None:
-        del session.held[entry]
-        self._table.budget.unpin(entry)
+        session.passed.pop(entry, None)
+        if entry in session.held:
+            del session.held[entry]
+            self._table.budget.unpin(entry)
 
     # -- validity ------------------------------------------------------------------------------------------------------
 
@@ -433,6 +377,7 @@ class EncoderLedger:
                 users = []
                 for session in self._sessions.values():
                     session.held.pop(entry, None)
+                    session.passed.pop(entry, None)
                     users += [ticket for ticket in session.tickets if entry in ticket.entries.values()]
                 self._table.lose(entry, users)
         self._wake()
@@ -454,22 +399,9 @@ class EncoderLedger:
         """What has changed for the lookup or plan since the last time; takes over from owners beyond their lease."""
         ticket = self._ticket(step)
         with self._lock:
-            progress = self._news(ticket)
+            progress = news_of(self._table, ticket)
         self._wake()
         return progress
-
-    def _news(self, ticket: Ticket) -> Progress:
-        if ticket.unsettled:
-            for entry in ticket.unsettled:
-                if entry.state is RESERVED and entry.owner is not ticket and self._table.expired(entry):
-                    self._table.take_over_expired(entry)
-        arrived, mine = ticket.arrived, ticket.mine
-        if arrived is None and mine is None:
-            return _NOTHING
-        ticket.arrived = ticket.mine = None
-        ready = ticket.indices_of([entry for entry in arrived or () if entry.state is READY])
-        own = [entry for entry in mine or () if entry.owner is ticket]
-        return Progress(ready, tuple(ticket.firsts_of(lambda entry: entry in own)))
 
     def begin_wait(self, ticket: Ticket, arm: Callable[[Ticket], None]) -> tuple[Progress, float | None, bool]:
         """News of the lookup; where there are none, `arm` the ticket so that news wake the caller, in one step.
@@ -478,7 +410,7 @@ class EncoderLedger:
             (news, seconds after which to look again, whether everything awaited is this very request's to encode).
         """
         with self._lock:
-            progress = self._news(ticket)
+            progress = news_of(self._table, ticket)
             waits = [entry for entry in ticket.unsettled or () if entry.state is RESERVED and entry.owner is not ticket]
             others = [e for e in waits if e.owner is None or e.owner.session is not ticket.session]
             own = not others and bool(waits or ticket.with_status(ItemStatus.MISSING))
@@ -510,8 +442,8 @@ class EncoderLedger:
             counts = table.counts
             return CacheStats(
                 lookups=self._next_plan,
-                items={status.value: n for status, n in zip(_STATUS_ORDER, self._tally.items)},
-                bytes=dict(zip(_BYTES_ORDER, self._tally.bytes)),
+                items=self._tally.items_by_status(),
+                bytes=self._tally.bytes_by_reason(),
                 encodes=counts["encodes"],
                 joins=counts["joins"],
                 takeovers=counts["takeovers"],
@@ -535,21 +467,4 @@ class EncoderLedger:
             return
         with self._lock:
             woken, self._table.woken = self._table.woken, []
-        for ticket in dict.fromkeys(woken):
-            event, futures = ticket.event, ticket.futures
-            ticket.futures = None
-            if event is not None:
-                event.set()
-            for loop, future in futures or ():
-                try:
-                    loop.call_soon_threadsafe(_resolve, future)
-                except RuntimeError:  # the loop was closed: nobody waits there any more
-                    continue
-
-
-_NOTHING = Progress((), ())
-
-
-def _resolve(future: object) -> None:
-    if not future.done():  # type: ignore[attr-defined]
-        future.set_result(None)  # type: ignore[attr-defined]
+        wake(woken)

@@ -11,7 +11,7 @@ from typing import Protocol
 from mmcache.items import MultimodalRequest
 from mmcache.planning import ItemStatus, StepPlan
 
-__all__ = ["Entry", "EntryState", "PinnedMatch", "Session", "Tally", "Ticket"]
+__all__ = ["Entry", "EntryState", "PinnedMatch", "Session", "Ticket"]
 
 
 class EntryState(Enum):
@@ -112,25 +112,27 @@ class Entry:
         return self.state is GONE
 
 
-class Tally:
-    """Sums over released lookups: items by status, and bytes of their fields by what became of them."""
-
-    __slots__ = ("bytes", "items")
-
-    def __init__(self) -> None:
-        self.items = [0] * 5  # covered, stored, in flight, missing, later
-        self.bytes = [0] * 6  # covered, stored, in flight, transfer, later, kept on the CPU
-
-
 class Session:
-    """What one request holds between its steps: pins until commit passes them, and its open lookups."""
+    """What one request holds between its steps.
 
-    __slots__ = ("held", "request_id", "tickets")
+    Attributes:
+        request_id: the request's.
+        held: entries that it pins: until commit passes their last row, the request's finish, or its waiting.
+        passed: of these the ones that commit has passed, but that an open lookup still uses.
+        tickets: its open lookups.
+    """
+
+    __slots__ = ("held", "passed", "request_id", "tickets")
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.held: dict[Entry, None] = {}
+        self.passed: dict[Entry, None] = {}
         self.tickets: dict[Ticket, None] = {}
+
+    def in_use(self) -> set[Entry | None]:
+        """Entries of its open lookups: a plan that calls them stored must find them, whatever is committed."""
+        return {entry for ticket in self.tickets for entry in ticket.entries.values()} if self.tickets else set()
 
 
 class Ticket:

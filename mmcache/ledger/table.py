@@ -82,18 +82,20 @@ class EntryTable:
                 absent = [index] if absent is None else [*absent, index]
         if absent is not None:
             for index in absent:
-                entries[index] = self._find(ticket, scope, index)
+                entries[index] = self._obtain(ticket, scope, index)
 
-    def _find(self, ticket: Ticket, scope: Scope, index: int) -> Entry:
-        """An entry for an item whose rows are not ready: a new one, the lookup's own, or somebody else's."""
+    def _obtain(self, ticket: Ticket, scope: Scope, index: int) -> Entry:
+        """An entry for one item: what is ready, the lookup's own, somebody else's, or a new one."""
         entry = scope.get(ticket.request._identifiers[index])
         if entry is None:
             return self.reserve(ticket, scope, index)
         if entry.num_rows != ticket.request._num_rows[index]:
             return self._replace(ticket, scope, entry, index)
-        if entry.owner is ticket:
+        if entry.state is READY:
+            if entry not in ticket.session.held:
+                self.hold(ticket, entry)
             return entry
-        return self._join(ticket, scope, entry, index)
+        return entry if entry.owner is ticket else self._join(ticket, scope, entry, index)
 
     def reserve(self, ticket: Ticket, scope: Scope, index: int, *, listed: bool = True) -> Entry:
         """Make the lookup the owner of a new entry; one that is not listed is for this lookup alone."""
@@ -256,21 +258,16 @@ class EntryTable:
         """Workers no longer have a ready entry: who needs it now encodes it anew, one for all."""
         self.counts["lost"] += 1
         self._unlist(entry)
-        new: Entry | None = None
         for ticket in users:
             ticket.plan = ticket.plan or plan_of(self, ticket)
             ticket.session.held.pop(entry, None)
             for index, other in ticket.entries.items():
                 if other is not entry:
                     continue
-                if new is None:
-                    new = self.reserve(ticket, entry.scope, index)
+                new = ticket.entries[index] = self._obtain(ticket, entry.scope, index)
+                if new.owner is ticket and new not in (ticket.mine or ()):
                     ticket.mine = [*(ticket.mine or ()), new]
                     self.woken.append(ticket)
-                elif new.owner is not ticket and ticket not in new.waiters:
-                    new.waiters.append(ticket)
-                    ticket.unsettle(new)
-                ticket.entries[index] = new
         self.budget.lose(entry)
 
     def forget_widths(self) -> None:
