@@ -272,11 +272,12 @@ def needed_items(request: MultimodalRequest, needed_from: int, horizon: int) -> 
     """The items that a step needs: those whose next embedding row at or after `needed_from` lies before `horizon`.
 
     Returns:
-        (first, later, needed): items before `first` are covered, items from `later` on begin at or after `horizon`,
-        `needed` are the indices in between that have rows to merge.
+        (first, later, needed): items before `first` are covered, those from `later` on are not needed before `horizon`
+        nor covered (but where they have no rows), `needed` are the indices in between that have rows to merge.
     """
     first = bisect_right(request._reach, needed_from)
-    later = bisect_left(request._offsets, horizon, first)
+    # Of items that nest, one that begins late may yet end before `needed_from`.
+    later = bisect_left(request._offsets, horizon if horizon > needed_from else needed_from, first)
     if first == later:
         return first, later, []
     first_rows, end_rows = request._first_rows, request._end_rows

@@ -9,4 +9,8 @@ import torch
 torch.set_num_threads(1)
 
 hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
-hypothesis.settings.load_profile("default")
+# For a first look at a failure: the example as it was found, at once.
+hypothesis.settings.register_profile(
+    "unshrunk", deadline=None, phases=(hypothesis.Phase.explicit, hypothesis.Phase.reuse, hypothesis.Phase.generate)
+)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
