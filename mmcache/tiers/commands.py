@@ -16,6 +16,7 @@ from mmcache.tiers.disk import DiskTier
 from mmcache.tiers.entry import Key, decode_entry, read_header
 from mmcache.tiers.locations import open_tier
 from mmcache.tiers.protocol import StoredEntry, Tier
+from mmcache.tiers.redis import RedisTier
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -116,10 +117,8 @@ def _verify(tier: Tier, arguments: argparse.Namespace) -> int:
     whole = 0
     damaged: Counter[str] = Counter()
     for page in _pages(tier.scan()):
-        keys = [stored.key for stored in page if stored.key is not None]
-        damaged["foreign"] += len(page) - len(keys)
         bad: list[Key] = []
-        for key, entry in tier.get_many(keys).items():
+        for key, entry in tier.get_many([stored.key for stored in page if stored.key is not None]).items():
             try:
                 decode_entry(key, entry)
                 whole += 1
@@ -129,9 +128,9 @@ def _verify(tier: Tier, arguments: argparse.Namespace) -> int:
                 print(f"damaged: {error.reason}: {key.name} {key.namespace} {key.identifier}")
         if arguments.remove:
             tier.remove_many(bad)
-    stray = tier.remove_strays(dry_run=not arguments.remove) if isinstance(tier, DiskTier) else 0
-    print(f"whole {whole}  damaged {damaged.total()}  files without an entry {stray}")
-    return 1 if damaged.total() or stray else 0
+    strays = tier.remove_strays(dry_run=not arguments.remove) if isinstance(tier, DiskTier | RedisTier) else 0
+    print(f"whole {whole}  damaged {damaged.total()}  no entries at all {strays}")
+    return 1 if damaged.total() or strays else 0
 
 
 def _prune(tier: Tier, arguments: argparse.Namespace) -> int:

@@ -101,6 +101,14 @@ class RedisTier:
             for page in self._pages(key_prefix(namespace))
         )
 
+    def remove_strays(self, *, dry_run: bool = False) -> int:
+        """Values under names of entries that are no entries of these names; their number, and they are removed unless
+        `dry_run`."""
+        strays = [stored.name for stored in self.scan() if stored.key is None]
+        if not dry_run:
+            self._run([("UNLINK", name) for name in strays])
+        return len(strays)
+
     def scan(self) -> Iterator[StoredEntry]:
         """See `Tier`."""
         for page in self._pages(key_prefix()):
@@ -109,11 +117,8 @@ class RedisTier:
                 commands += [("STRLEN", name), ("GETRANGE", name, 0, _HEADER_LIMIT)]
             replies = self._run(commands)
             for name, size, header in zip(page, replies[::2], replies[1::2], strict=True):
-                try:
-                    key = read_header(header).key if isinstance(header, bytes) else None
-                except DamagedEntryError:
-                    key = None
-                yield StoredEntry(name.decode(), key, size if isinstance(size, int) else 0)
+                text = name.decode("utf-8", "replace")
+                yield StoredEntry(text, _key_in(header, text), size if isinstance(size, int) else 0)
 
     def usage(self) -> TierUsage:
         """See `Tier`. Memory is the whole server's, whoever else uses it; entries are not counted."""
@@ -157,6 +162,14 @@ class RedisTier:
     def _check_open(self) -> None:
         if self._closed:
             raise TierError("the tier is closed", field=self.name)
+
+
+def _key_in(header: object, name: str) -> Key | None:
+    try:
+        key = read_header(header).key if isinstance(header, bytes) else None
+    except DamagedEntryError:
+        return None
+    return key if key is not None and remote_name(key) == name else None
 
 
 def connect(url: str, timeout: float) -> tuple[Any, tuple[type[Exception], ...]]:
