@@ -69,7 +69,7 @@ class Running:
 
 
 class Engine:
-    """Runs chats on one model through one `MultimodalCache`.
+    """Runs chats on one model through one `MultimodalCache`, in one thread.
 
     Args:
         adapter: of the model.
@@ -160,18 +160,16 @@ class Engine:
                 lookups.append(lookup)
                 running.account.settle(running.request, lookup)
             self._encode(batch, lookups)
-            last_hidden = self._forward(batch, lookups)
-            for running, lookup in zip(batch, lookups):
+            for running, lookup, hidden in zip(batch, lookups, self._forward(batch, lookups)):
                 running.computed = lookup.window[1]
                 self.cache.commit(running.request, running.computed)
+                if running.computed == running.request.num_tokens:
+                    self._sample(running, hidden)
                 if running.match is not None:
                     running.match = self.kv.save(running.request, running.computed, running.layers, running.match)
         finally:
             for lookup in lookups:
                 lookup.release()
-        for running, hidden in zip(batch, last_hidden):
-            if running.computed == running.request.num_tokens:
-                self._sample(running, hidden)
 
     def _encode(self, batch: Sequence[Running], lookups: Sequence[Lookup]) -> None:
         owner = {id(lookup): running for running, lookup in zip(batch, lookups)}
