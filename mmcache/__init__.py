@@ -27,6 +27,7 @@ from mmcache.errors import (
 )
 from mmcache.features import FeatureCache
 from mmcache.fields import FieldConfig, ItemFields, join_fields, split_fields
+from mmcache.hashing import AudioSource, ContentHasher, ImageSource, VideoSource
 from mmcache.items import MultimodalItem, MultimodalRequest, PlaceholderRange
 from mmcache.ledger import EncoderLedger
 from mmcache.merge import MergePlan, merge_embeddings
@@ -36,19 +37,24 @@ from mmcache.policies import make_policy
 from mmcache.prefix import PrefixIndex, PrefixMatch, block_keys
 from mmcache.stats import CacheStats
 from mmcache.store import EmbeddingStore, StoreReport
+from mmcache.transfer import EncoderBatch, encoder_inputs
 
 __all__ = [
+    "AudioSource",
     "CacheConfig",
     "CacheStats",
     "ConfigError",
     "ContentConflictError",
+    "ContentHasher",
     "EmbeddingError",
     "EmbeddingStore",
+    "EncoderBatch",
     "EncoderLedger",
     "FeatureCache",
     "FieldAction",
     "FieldConfig",
     "FieldError",
+    "ImageSource",
     "ItemFields",
     "ItemStatus",
     "Lookup",
@@ -74,9 +80,11 @@ __all__ = [
     "UnknownClientIdError",
     "UnresolvedItemError",
     "UnsupportedError",
+    "VideoSource",
     "WaitTimeoutError",
     "WindowError",
     "block_keys",
+    "encoder_inputs",
     "join_fields",
     "make_policy",
     "merge_embeddings",

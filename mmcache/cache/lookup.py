@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -243,6 +242,8 @@ class Lookup:
 
     async def ready(self, timeout: float | None = None) -> Progress:
         """Like `wait`, for asyncio: other tasks run meanwhile."""
+        import asyncio
+
         deadline = None if timeout is None else time.monotonic() + timeout
         loop = asyncio.get_running_loop()
         while True:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from mmcache.errors import ReleasedError
 from mmcache.items import MultimodalRequest
@@ -22,6 +21,9 @@ from mmcache.ledger.waiting import WaitingLine, news_of, wake
 from mmcache.planning import ItemStatus, Progress, StepPlan, check_window, needed_items
 from mmcache.policies import EvictionPolicy
 from mmcache.stats import CacheStats
+
+if TYPE_CHECKING:
+    import asyncio  # 0.02 s, and only tasks that wait need it
 
 __all__ = ["EncoderLedger"]
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable, Hashable
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from mmcache.items import MultimodalRequest
 from mmcache.planning import ItemStatus, StepPlan
+
+if TYPE_CHECKING:
+    import asyncio  # 0.02 s, and only tasks that wait need it
 
 __all__ = ["Entry", "EntryState", "PinnedMatch", "Session", "Ticket"]
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Hashable, Iterable
+from typing import TYPE_CHECKING
 
 from mmcache.ledger.records import READY, RESERVED, Ticket
 from mmcache.ledger.table import EntryTable
 from mmcache.planning import Progress
 from mmcache.policies import EvictionPolicy, QueueAwarePolicy
+
+if TYPE_CHECKING:
+    import asyncio  # 0.02 s, and only tasks that wait need it
 
 __all__ = ["WaitingLine", "news_of", "wake"]
 
