@@ -55,7 +55,7 @@ def _clip_runs(config: Any, clips: Tensor, merge: int) -> list[tuple[int, int, i
 
 
 def _qwen2_5(config: Any) -> Batch:
-    return {**_grids(config), "second_per_grid_ts": torch.tensor([1.0, 0.5])}
+    return {**_timed(config), "second_per_grid_ts": torch.tensor([1.0, 0.5])}
 
 
 def _timed(config: Any) -> Batch:
@@ -257,7 +257,7 @@ SAMPLES: dict[str, Callable[[Any], Batch]] = {
     "qwen3_vl": _timed,
     "qwen3_vl_moe": _timed,
     "ernie4_5_vl_moe": _ernie,
-    "hyperclovax_vision_v2": _grids,
+    "hyperclovax_vision_v2": _timed,
     "llava": _pictures,
     "llava_next": _any_resolution,
     "llava_onevision": _onevision,

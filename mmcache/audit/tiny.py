@@ -42,6 +42,13 @@ _WINDOWED = {
     "fullatt_block_indexes": [1],
     "out_hidden_size": 64,
 }
+_QWEN3_VISION = {
+    **_QWEN_VISION,
+    "intermediate_size": 32,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0],
+}
 _IDEFICS3 = {"text_config": _LLAMA, "vision_config": _TOWER, "scale_factor": 2, "image_token_id": 3, "pad_token_id": 0}
 _MINICPM = {
     "text_config": {
@@ -66,13 +73,18 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"text_config": _MROPE_TEXT, "vision_config": _WINDOWED, **_IDS},
     "qwen3_vl": {
         "text_config": {**_TEXT, "rope_parameters": {**_MROPE, "mrope_interleaved": True}},
-        "vision_config": {
-            **_QWEN_VISION,
-            "intermediate_size": 32,
-            "out_hidden_size": 64,
-            "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0],
+        "vision_config": _QWEN3_VISION,
+        **_IDS,
+    },
+    "qwen3_vl_moe": {
+        "text_config": {
+            **_TEXT,
+            "rope_parameters": {**_MROPE, "mrope_interleaved": True},
+            "moe_intermediate_size": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
         },
+        "vision_config": _QWEN3_VISION,
         **_IDS,
     },
     "llava": {"text_config": _LLAMA, "vision_config": _CLIP, "image_token_index": 3},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mmcache.models.entries import NOT_IN_TRANSFORMERS, B, F, Family, tables
+from mmcache.models.entries import NOT_IN_TRANSFORMERS, B, F, Family, declared, tables
 from mmcache.models.sizes import counts
 
 __all__ = ["AUDIO_FAMILIES", "PACKED_AUDIO"]
@@ -16,10 +16,12 @@ PACKED_AUDIO = (
 
 _MOSS = (
     F("input_features", "audio", counts("audio_chunk_counts")),
-    F("audio_feature_lengths", "audio", counts("audio_chunk_counts")),
     B("audio_chunk_counts", "audio", cpu=True),
-    B("audio_token_lengths", "audio", cpu=True),
-    B("audio_embeds", "audio"),
+    *declared(
+        F("audio_feature_lengths", "audio", counts("audio_chunk_counts")),
+        B("audio_token_lengths", "audio", cpu=True),
+        B("audio_embeds", "audio"),
+    ),
 )
 _TAKEN_BACK = "was marked once and taken back: the tower masks with it on the device"
 
@@ -31,7 +33,7 @@ AUDIO_FAMILIES = (
             (
                 B("input_features", "audio"),
                 B("feature_attention_mask", "audio"),
-                B("audio_embeds", "audio"),
+                *declared(B("audio_embeds", "audio")),
                 B("audio_num_tokens", "audio", cpu=True),
             ),
             note=f"`feature_attention_mask` {_TAKEN_BACK}",
@@ -41,7 +43,7 @@ AUDIO_FAMILIES = (
         "Qwen3-ASR",
         ("qwen3_asr", "Qwen3ASRForConditionalGeneration", "Qwen3ASRModel"),
         tables(
-            (B("input_features", "audio"), B("input_features_mask", "audio"), *PACKED_AUDIO),
+            (B("input_features", "audio"), B("input_features_mask", "audio"), *declared(*PACKED_AUDIO)),
             PACKED_AUDIO,
             note="the class takes `input_features` and their mask; the packed names are those of vLLM",
             vllm_note="the consumer copies `audio_feature_lengths` to the device, without waiting",

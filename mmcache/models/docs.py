@@ -25,8 +25,9 @@ itself copies it to the device where it needs it, without waiting (`mmcache.mode
 
 **Evidence**: *proved* means that the audit ran the consumer's own encoder and position code on a simulated device, with
 the marks below and with each of them flipped, in this project's tests (`mmcache audit --model TYPE` does it again).
-Flash attention has no CPU kernels and was not run. *Declared* means that the marks were read, not run. What vLLM
-declares was read in version 0.33.0; two families that it no longer has, in 0.28.0.
+*Declared* means that the marks were read, not run; in a proved table, single fields are marked so. Flash attention has
+no CPU kernels and was not run. What vLLM declares was read in version 0.33.0; two families that it no longer has, in
+0.28.0.
 """
 
 
@@ -48,19 +49,19 @@ def _section(family: Family) -> str:
     for title, table in (("both consumers" if same else "transformers", transformers), ("vLLM", vllm)):
         if not (same and table is vllm):
             lines += [f"| field ({title}) | modality | layout | place |", "| --- | --- | --- | --- |"]
-            lines += [_row(entry) for entry in table.fields]
+            lines += [_row(entry, entry.declared and table.evidence.kind == "proved") for entry in table.fields]
             lines.append("")
     lines += [f"- {line}" for table in (transformers, vllm) for line in _remarks(table)]
     return "\n".join([*lines, ""])
 
 
-def _row(entry: FieldEntry) -> str:
+def _row(entry: FieldEntry, unproved: bool) -> str:
     layout: str = entry.layout
     if entry.sizes is not None:
         along = f", dim {entry.dim}" if entry.dim else ""
         layout = f"flat ({entry.sizes.text}{along})"
     place = "on the CPU, moved" if entry.moved else "on the CPU" if entry.keep_on_cpu else "to the device"
-    return f"| `{entry.name}` | {entry.modality} | {layout} | {place} |"
+    return f"| `{entry.name}` | {entry.modality} | {layout} | {place}{' (declared)' if unproved else ''} |"
 
 
 def _remarks(table: Table) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from mmcache.models.sizes import Sizes
@@ -19,6 +19,7 @@ __all__ = [
     "FieldEntry",
     "S",
     "Table",
+    "declared",
     "tables",
 ]
 
@@ -36,6 +37,8 @@ class FieldEntry:
         sizes: of a flat field, how many entries each item owns.
         dim: of a flat field, the dimension that is cut.
         moved: the consumer itself moves a `keep_on_cpu` field to the device when it needs it there.
+        declared: in a proved table, a field that no consumer was run with (clients' embeddings, names of another
+            consumer).
     """
 
     name: str
@@ -45,6 +48,7 @@ class FieldEntry:
     sizes: Sizes | None = None
     dim: int = 0
     moved: bool = False
+    declared: bool = False
 
 
 def B(name: str, modality: str, *, cpu: bool = False, moved: bool = False) -> FieldEntry:
@@ -60,6 +64,11 @@ def F(name: str, modality: str, sizes: Sizes, dim: int = 0, *, cpu: bool = False
 def S(name: str, modality: str, *, cpu: bool = False) -> FieldEntry:
     """A field that all items of a batch share."""
     return FieldEntry(name, modality, "shared", cpu)
+
+
+def declared(*entries: FieldEntry) -> tuple[FieldEntry, ...]:
+    """Fields of a proved table that are not proved themselves."""
+    return tuple(replace(entry, declared=True) for entry in entries)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from mmcache.models.audio import PACKED_AUDIO
-from mmcache.models.entries import NOT_IN_TRANSFORMERS, REMOTE_CODE, B, F, Family, FieldEntry, S, Table, tables
+from mmcache.models.entries import (
+    NOT_IN_TRANSFORMERS,
+    REMOTE_CODE,
+    B,
+    F,
+    Family,
+    FieldEntry,
+    S,
+    Table,
+    declared,
+    tables,
+)
 from mmcache.models.qwen import PATCHES, PATCHES_MOVED
 from mmcache.models.sizes import columns, counts, entries, merged, products, unless, where
 
@@ -61,7 +72,7 @@ _PHI4_VLLM = (
 
 def _packed(*others: FieldEntry) -> tuple[FieldEntry, ...]:
     known = {entry.name for entry in _MINICPM_PACKED}
-    return (*_MINICPM_PACKED, *(entry for entry in others if entry.name not in known))
+    return (*_MINICPM_PACKED, *declared(*(entry for entry in others if entry.name not in known)))
 
 
 MIXED_FAMILIES: tuple[Family, ...] = (
@@ -79,10 +90,9 @@ MIXED_FAMILIES: tuple[Family, ...] = (
                 *PATCHES_MOVED,
                 B("input_features", "audio"),
                 B("feature_attention_mask", "audio"),
-                F("input_audio_features", "audio", counts("audio_feature_lengths"), dim=1),
                 B("audio_feature_lengths", "audio", cpu=True),
                 B("video_second_per_grid", "video", cpu=True),
-                *_OMNI,
+                *declared(F("input_audio_features", "audio", counts("audio_feature_lengths"), dim=1), *_OMNI),
             ),
             (*PATCHES, *PACKED_AUDIO, *_OMNI),
             note="the class takes `input_features` with a mask, on the device; the packed names are those of vLLM",

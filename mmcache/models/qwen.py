@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mmcache.models.entries import NOT_IN_TRANSFORMERS, B, F, Family, FieldEntry, tables
+from mmcache.models.entries import NOT_IN_TRANSFORMERS, B, F, Family, FieldEntry, declared, tables
 from mmcache.models.sizes import counts, grouped, merged, merged_groups, products
 
 __all__ = ["PATCHES", "PATCHES_MOVED", "QWEN_FAMILIES"]
@@ -11,10 +11,10 @@ __all__ = ["PATCHES", "PATCHES_MOVED", "QWEN_FAMILIES"]
 def _patches(moved: bool) -> tuple[FieldEntry, ...]:
     return (
         F("pixel_values", "image", products("image_grid_thw")),
-        F("image_embeds", "image", merged("image_grid_thw")),
+        *declared(F("image_embeds", "image", merged("image_grid_thw"))),
         B("image_grid_thw", "image", cpu=True, moved=moved),
         F("pixel_values_videos", "video", products("video_grid_thw")),
-        F("video_embeds", "video", merged("video_grid_thw")),
+        *declared(F("video_embeds", "video", merged("video_grid_thw"))),
         B("video_grid_thw", "video", cpu=True, moved=moved),
     )
 

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from mmcache.models.entries import REMOTE_CODE, B, F, Family, S, tables
+from mmcache.models.entries import REMOTE_CODE, B, F, Family, S, declared, tables
 from mmcache.models.sizes import counts, first, pairs, products, where
 
 __all__ = ["VISION_FAMILIES"]
 
-_PICTURE = (B("pixel_values", "image"), B("image_embeds", "image"))
-_SIZED = (B("pixel_values", "image"), B("image_sizes", "image", cpu=True), B("image_embeds", "image"))
+_EMBEDS = declared(B("image_embeds", "image"))
+_PICTURE = (B("pixel_values", "image"), *_EMBEDS)
+_SIZED = (B("pixel_values", "image"), B("image_sizes", "image", cpu=True), *_EMBEDS)
 _ONEVISION = (*_SIZED, B("pixel_values_videos", "video"))
 _UNPAD = "the processor pads to the largest image of its batch: unpad by `image_sizes` before an item is kept"
 _TILES = (
     F("pixel_values", "image", counts("num_patches")),
     F("pixel_attention_mask", "image", counts("num_patches")),
-    B("image_embeds", "image"),
+    *_EMBEDS,
     B("num_patches", "image", cpu=True),
 )
 _INTERNVL_COUNTS = (
     B("image_num_patches", "image", cpu=True),
-    B("image_embeds", "image"),
+    *_EMBEDS,
     S("image_token_id", "image", cpu=True),
     B("video_num_patches", "video", cpu=True),
     S("video_token_id", "video", cpu=True),
@@ -28,10 +29,12 @@ _MOLMO2 = (
     F("pixel_values", "image", counts("image_num_crops")),
     F("image_token_pooling", "image", where("image_grids", pairs("image_grids"), counts("image_num_pooled_patches"))),
     B("image_num_crops", "image", cpu=True),
-    B("image_num_pooled_patches", "image", cpu=True),
-    B("image_num_patches", "image", cpu=True),
-    B("num_image_tokens", "image", cpu=True),
-    F("image_tokens", "image", counts("num_image_tokens")),
+    *declared(
+        B("image_num_pooled_patches", "image", cpu=True),
+        B("image_num_patches", "image", cpu=True),
+        B("num_image_tokens", "image", cpu=True),
+        F("image_tokens", "image", counts("num_image_tokens")),
+    ),
     F(
         "pixel_values_videos",
         "video",
@@ -42,11 +45,13 @@ _MOLMO2 = (
         "video",
         where("video_grids", products("video_grids"), counts("video_num_pooled_patches")),
     ),
-    B("video_num_crops", "video", cpu=True),
-    B("video_num_pooled_patches", "video", cpu=True),
-    B("video_num_patches", "video", cpu=True),
-    B("num_video_tokens", "video", cpu=True),
-    F("video_tokens", "video", counts("num_video_tokens")),
+    *declared(
+        B("video_num_crops", "video", cpu=True),
+        B("video_num_pooled_patches", "video", cpu=True),
+        B("video_num_patches", "video", cpu=True),
+        B("num_video_tokens", "video", cpu=True),
+        F("video_tokens", "video", counts("num_video_tokens")),
+    ),
 )
 
 
@@ -115,7 +120,7 @@ VISION_FAMILIES = (
                     where("num_patches", counts("num_patches"), counts("num_crops", plus=1)),
                 ),
                 B("num_patches", "image", cpu=True),
-                B("num_crops", "image", cpu=True),
+                *declared(B("num_crops", "image", cpu=True)),
             ),
             note="`num_patches` (crops + 1) is made by the engine",
         ),
