@@ -1,7 +1,9 @@
 """Redis and Mooncake as they really fail: refused, hanging, killed under way, restarted empty, full, tampered with."""
 
 import os
+import shutil
 import signal
+import subprocess
 import threading
 import time
 
@@ -224,6 +226,31 @@ class TestRedis:
                 with pytest.raises(TierError) as caught:
                     RedisTier(url).get_many([key])
                 assert "wrong" not in str(caught.value).lower().replace("wrongpass", "")
+        finally:
+            server.kill()
+
+    @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+    def test_tls(self, tmp_path):
+        if why := RedisServer.why_not():
+            pytest.skip(why)
+        names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+        files = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "cert.pem")]
+        make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+        subprocess.run([*make, *names, *files], check=True, capture_output=True)
+        port = free_port()
+        options = ["--tls-port", str(port), "--tls-auth-clients", "no"]
+        for option, file in (("--tls-cert-file", "cert"), ("--tls-key-file", "key"), ("--tls-ca-cert-file", "cert")):
+            options += [option, str(tmp_path / f"{file}.pem")]
+        try:
+            server = RedisServer(*options)
+        except RuntimeError:
+            pytest.skip("this redis-server knows no TLS")
+        try:
+            trusting = RedisTier(f"rediss://127.0.0.1:{port}/0?ssl_ca_certs={tmp_path / 'cert.pem'}")
+            (key,) = write(trusting, "a")
+            assert same_bits(read(trusting, key)["a"], rows_of("a"))
+            with pytest.raises(TierError):  # a certificate that nobody vouches for
+                RedisTier(f"rediss://127.0.0.1:{port}/0").get_many([key])
         finally:
             server.kill()
 
