@@ -37,14 +37,19 @@ DEFAULT_PINNED_BYTES = 256 << 20
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Bits: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
-_PLAIN = (Tensor, torch.nn.Parameter)
+# The integer type of a dtype's size. Complex tensors may be conjugated lazily, quantised ones are more than their bits.
+_KINDS = {
+    dtype: BITS[dtype.itemsize]
+    for name, dtype in vars(torch).items()
+    if isinstance(dtype, torch.dtype) and dtype.itemsize in BITS and not dtype.is_complex and not name.startswith("q")
+}
 _ALIGNMENT = 512
 
 
 def as_bits(tensor: Tensor) -> Bits | None:
     """The tensor as a numpy array of integers over the same memory, or None where autograd or its kind forbids it."""
-    kind = BITS.get(tensor.element_size())
-    if kind is None or type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_conj():
+    kind = _KINDS.get(tensor.dtype)
+    if kind is None or (type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter):
         return None
     if tensor.requires_grad:
         if torch.is_grad_enabled():

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from mmcache.errors import EmbeddingError
 from mmcache.merge.rows import Block, are_short, write_blocks
+from mmcache.staging import Bits, as_bits
 
 __all__ = ["Embeddings", "merge_embeddings", "rows_of"]
 
 Embeddings: TypeAlias = "Tensor | Sequence[Embeddings]"
-# Elements up to which PyTorch's own masked assignment is as fast (measured).
-_SMALL = 32768
+# Elements up to which rows are converted whole and written by index (measured).
+_SMALL = 1 << 16
 _Mask = np.ndarray[Any, np.dtype[np.bool_]]
 _Positions = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -43,12 +44,12 @@ def merge_embeddings(inputs_embeds: Tensor, embeddings: Embeddings, is_multimoda
     target = rows_of(inputs_embeds)
     mask = _checked_mask(is_multimodal, inputs_embeds)
     sources = _flatten(embeddings)
-    width, dtype = target.shape[1], target.dtype
+    width, dtype = target.size(1), target.dtype
     rows = 0
     for index, source in enumerate(sources):
-        if source.dim() != 2 or source.shape[1] != width or source.dtype is not dtype:
+        if source.dim() != 2 or source.size(1) != width or source.dtype is not dtype:
             check_rows(source, width, dtype, item=index)
-        rows += source.shape[0]
+        rows += source.size(0)
     slots = int(np.count_nonzero(mask))
     if rows != slots:
         raise _misfit(sources, mask, rows, slots)
@@ -56,9 +57,8 @@ def merge_embeddings(inputs_embeds: Tensor, embeddings: Embeddings, is_multimoda
     if first is not None and len(sources) == 1 and _plain_copy(target, sources[0]):
         target[first : first + slots].copy_(sources[0])
     elif rows * width <= _SMALL and target.is_cpu and all(source.is_cpu for source in sources):
-        # Too small for the choice of a way to pay: the copy that this makes is small too.
         if rows:
-            target[is_multimodal.reshape(-1)] = torch.cat([source.to(dtype) for source in sources])
+            _write_few(target, sources, mask)
     else:
         write_blocks(target, _blocks(sources, mask, slots, first, width * target.element_size()))
     return inputs_embeds
@@ -71,7 +71,11 @@ def rows_of(inputs_embeds: Tensor) -> Tensor:
         EmbeddingError: it is no floating-point tensor of two or more dimensions, its rows overlap, or it cannot be
             seen as one run of rows without a copy.
     """
-    if not isinstance(inputs_embeds, Tensor) or inputs_embeds.dim() < 2 or not inputs_embeds.is_floating_point():
+    if (
+        (type(inputs_embeds) is not Tensor and not isinstance(inputs_embeds, Tensor))
+        or inputs_embeds.dim() < 2
+        or not inputs_embeds.is_floating_point()
+    ):
         raise EmbeddingError(
             "inputs_embeds is a floating-point tensor [tokens, width]",
             found=f"{inputs_embeds.dtype} {tuple(inputs_embeds.shape)}"
@@ -110,6 +114,16 @@ def _overlaps(target: Tensor) -> bool:
 
 
 def _checked_mask(is_multimodal: Tensor, inputs_embeds: Tensor) -> _Mask:
+    if (
+        type(is_multimodal) is Tensor
+        and is_multimodal.dtype is torch.bool
+        and is_multimodal.dim() == 1
+        and inputs_embeds.dim() == 2
+        and is_multimodal.size(0) == inputs_embeds.size(0)
+        and is_multimodal.is_cpu
+    ):
+        flat: _Mask = is_multimodal.numpy()
+        return flat
     if not isinstance(is_multimodal, Tensor) or is_multimodal.dtype != torch.bool:
         found = is_multimodal.dtype if isinstance(is_multimodal, Tensor) else type(is_multimodal).__name__
         raise EmbeddingError("is_multimodal is a boolean tensor", found=found)
@@ -121,11 +135,13 @@ def _checked_mask(is_multimodal: Tensor, inputs_embeds: Tensor) -> _Mask:
             expected=tuple(inputs_embeds.shape[:-1]),
             found=tuple(is_multimodal.shape),
         )
-    mask: _Mask = is_multimodal.numpy()
-    return mask if mask.ndim == 1 else mask.reshape(-1)
+    mask: _Mask = is_multimodal.numpy().reshape(-1)
+    return mask
 
 
 def _flatten(embeddings: Embeddings) -> list[Tensor]:
+    if type(embeddings) is list and all(type(part) is Tensor and part.dim() == 2 for part in embeddings):
+        return embeddings
     if isinstance(embeddings, Tensor):
         if embeddings.dim() > 2:
             embeddings = embeddings.flatten(0, -2)
@@ -156,6 +172,29 @@ def _plain_copy(target: Tensor, source: Tensor) -> bool:
     return (
         target.is_cpu and source.is_cpu and target.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
     )
+
+
+def _write_few(target: Tensor, sources: Sequence[Tensor], mask: _Mask) -> None:
+    """For so few elements that a choice of ways would not pay, and that a converted copy of them is small."""
+    dtype = target.dtype
+    bits = as_bits(target)
+    parts: list[Bits] = []
+    for source in sources if bits is not None else ():
+        part = None
+        if source.dtype is not dtype:
+            part = as_bits(source.to(dtype))
+        elif _plain_copy(target, source):
+            part = as_bits(source)
+        if part is not None:
+            parts.append(part)
+    if bits is None or len(parts) < len(sources):  # for autograd, or rows of the destination itself
+        target[torch.from_numpy(mask)] = torch.cat([source.to(dtype) for source in sources])
+        return
+    positions = np.flatnonzero(mask)
+    done = 0
+    for part in parts:
+        bits[positions[done : done + len(part)]] = part
+        done += len(part)
 
 
 def _blocks(
