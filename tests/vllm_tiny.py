@@ -110,9 +110,12 @@ def picture(seed: int, width: int = 200, height: int = 100) -> Any:
     return Image.fromarray(pixels)
 
 
-def message(text: str, *images: Any) -> dict[str, Any]:
-    """One user message with PIL images in front of the text; `(uuid, image)` gives an image an id of the client's."""
-    parts: list[dict[str, Any]] = []
+def message(text: str, *images: Any, lead: str = "") -> dict[str, Any]:
+    """One user message: images, then the text; `(uuid, image)` gives an image an id of the client's.
+
+    `lead` stands before the images: with another one, no prefix that holds an image is cached.
+    """
+    parts: list[dict[str, Any]] = [{"type": "text", "text": lead}] if lead else []
     for image in images:
         uuid, pixels = image if isinstance(image, tuple) else (None, image)
         part = {"type": "image_pil", "image_pil": pixels}
