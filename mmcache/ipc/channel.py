@@ -28,7 +28,7 @@ class Channel(Protocol):
 
 
 def waiter(channel: Channel) -> Callable[[float | None], bool]:
-    """The channel's `poll`, at the price of one system call where it is a `Connection`: its own makes a selector anew."""
+    """The channel's `poll`; of a `Connection`, whose own makes a selector each time, in one system call."""
     if type(channel) is not Connection:
         return channel.poll
     poller = select.poll()

@@ -64,7 +64,8 @@ class Segment:
             os.close(fd)
         self.address = int(np.frombuffer(self._map, np.uint8).ctypes.data) + HEADER_BYTES
         self.view = memoryview(self._map)[HEADER_BYTES:]
-        self._close = weakref.finalize(self, _close_owned, self._fd, self.path, os.getpid())
+        self._pid = os.getpid()
+        self._close = weakref.finalize(self, _close_owned, self._fd, self.path, self._pid)
         _OWNED.add(self)
 
     def reader_lives(self, epoch: int) -> bool:
@@ -74,8 +75,8 @@ class Segment:
 
     def close(self) -> None:
         """Remove the file; memory goes back when the last process has unmapped it. Idempotent."""
-        self._close()
-        _OWNED.discard(self)
+        if os.getpid() == self._pid:
+            _unlink(self.path)
 
     def _forget_in_child(self) -> None:
         # A forked child shares the open file and would keep the owner's lock alive past the owner.
@@ -183,9 +184,13 @@ def _lock(fd: int, byte: int, kind: int) -> None:
 
 def _close_owned(fd: int, path: str, pid: int) -> None:
     if os.getpid() == pid:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+        _unlink(path)
     os.close(fd)
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 def _forget_in_child() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from mmcache.fields import FieldValue
@@ -43,6 +44,8 @@ def unpack_fields(described: Sequence[tuple[str, list[int], list[Leaf]]], block:
     def read(leaf: Leaf) -> Tensor:
         name, shape, offset = leaf
         nbytes = leaf_bytes(leaf, len(block))
+        if not nbytes:
+            return torch.empty(shape, dtype=DTYPES[name])
         return block[offset : offset + nbytes].view(DTYPES[name]).view(shape)
 
     return {name: unflatten(nest, leaves, read) for name, nest, leaves in described}
