@@ -61,7 +61,7 @@ class FieldConfig:
         dim = _checked_dim(dim)
         cut = []
         for item, entry in enumerate(slices):
-            parts = (slice(None),) * dim + (entry,) if isinstance(entry, slice) else tuple(entry)
+            parts = tuple(entry) if isinstance(entry, (tuple, list)) else (slice(None),) * dim + (entry,)
             for part in parts:
                 _check_slice(part, item)
             cut.append(parts)
