@@ -61,7 +61,9 @@ class FieldConfig:
         dim = _checked_dim(dim)
         cut = []
         for item, entry in enumerate(slices):
-            parts = tuple(entry) if isinstance(entry, (tuple, list)) else (slice(None),) * dim + (entry,)
+            parts: tuple[Any, ...] = (
+                tuple(entry) if isinstance(entry, (tuple, list)) else (slice(None),) * dim + (entry,)
+            )
             for part in parts:
                 _check_slice(part, item)
             cut.append(parts)
