@@ -10,7 +10,7 @@ from heapq import heapify, heappop, heappush
 from threading import Lock
 from types import EllipsisType, TracebackType
 from typing import Any, Self, TypeAlias
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import numpy as np
 
@@ -24,12 +24,16 @@ __all__ = ["PrefixIndex", "PrefixMatch"]
 BlockIds: TypeAlias = "Sequence[int] | Any"  # or a numpy array or tensor of integers
 
 
+_NUMBERS = 256  # ids made at once, beyond those that are asked for
+
+
 class _Place:
     """How far a request agrees with the tree: up to `block`, in `node`; `item` is its first item at or after that."""
 
-    __slots__ = ("block", "cuts", "item", "node", "parted")
+    __slots__ = ("block", "cuts", "item", "node", "parted", "request")
 
-    def __init__(self, node: Node, block: int, item: int) -> None:
+    def __init__(self, request: ref[MultimodalRequest], node: Node, block: int, item: int) -> None:
+        self.request = request
         self.node = node
         self.cuts = node.cuts
         self.block = block
@@ -112,7 +116,7 @@ class PrefixIndex:
         self._lock = Lock()
         self._callbacks: list[Callable[[list[int]], object]] = []
         self._roots: dict[Any, Node] = {}  # by (cache salt, adapter)
-        self._places: WeakKeyDictionary[MultimodalRequest, _Place] = WeakKeyDictionary()
+        self._places: dict[int, _Place] = {}  # by id of the request, for as long as that lives
         self._order: list[tuple[int, int, Node]] = []  # (used, tie, leaf); one for each leaf that can be cut
         self._forgotten: deque[tuple[Node, int]] = deque()
         self._count = 0
@@ -120,7 +124,8 @@ class PrefixIndex:
         self._changes = 0
         self._ties = 0
         self._assigns: bool | None = None  # whether the ids are the index's own; the first insert decides
-        self._fresh = 0  # the next id of its own
+        self._numbers: array[int] = array("q")  # the next ids of its own
+        self._fresh = 0  # the one after these
         self._given: set[int] = set()  # the engine's ids in use
 
     @property
@@ -140,19 +145,30 @@ class PrefixIndex:
 
     def match(self, request: MultimodalRequest) -> PrefixMatch:
         """The longest known prefix of the request, pinned until the match is released."""
-        self._reclaim()
+        if self._forgotten:
+            self._reclaim()
+        size = self._size
+        num_tokens = request.num_tokens
         with self._lock:
-            place = self._walk(request, request.num_tokens // self._size)
-            matched = place.block * self._size if place else 0
-            tokens = max(0, min(matched, request.num_tokens - 1))
-            blocks = -(-tokens // self._size)
-            node = None
-            if place and blocks:
-                node = place.node
+            place = self._walk(request, num_tokens // size)
+            if place is None or not place.block:
+                return PrefixMatch(self, None, 0, 0)
+            node = place.node
+            blocks = place.block
+            matched = blocks * size
+            if matched == num_tokens:
+                matched -= 1
+                blocks = -(-matched // size)
+                if not blocks:
+                    return PrefixMatch(self, None, 0, 0)
                 while node.start >= blocks:
                     node = _parent(node)
-                insort(node.pins, blocks)
-            return PrefixMatch(self, node, blocks, tokens)
+            pins = node.pins
+            if not pins or blocks >= pins[-1]:
+                pins.append(blocks)
+            else:
+                insort(pins, blocks)
+            return PrefixMatch(self, node, blocks, matched)
 
     def insert(self, request: MultimodalRequest, num_tokens: int, block_ids: BlockIds | None = None) -> range:
         """The KV of the request's first `num_tokens` tokens exists: know their whole blocks. Idempotent.
@@ -177,49 +193,52 @@ class PrefixIndex:
             RequestError: too few ids, ids that are not integers, that occur twice or are in use for other blocks.
             ConfigError: ids where the index assigned some before, or the other way round.
         """
-        where: dict[str, Any] = {"request_id": request.request_id}
-        if not isinstance(num_tokens, int | np.integer) or not 0 <= num_tokens <= request.num_tokens:
+        if type(num_tokens) is not int and isinstance(num_tokens, np.integer):
+            num_tokens = int(num_tokens)
+        if type(num_tokens) is not int or not 0 <= num_tokens <= request.num_tokens:
             raise WindowError(
                 "the tokens to insert lie within the request",
+                request_id=request.request_id,
                 expected=f"0 to {request.num_tokens}",
                 found=repr(num_tokens),
-                **where,
             )
-        stop = int(num_tokens) // self._size
-        if block_ids is not None and len(block_ids) < stop:
-            raise RequestError("there is one id for each whole block", expected=stop, found=len(block_ids), **where)
-        self._reclaim()
+        if self._forgotten:
+            self._reclaim()
+        stop = num_tokens // self._size
         evicted: list[int] = []
         with self._lock:
-            if self._assigns is (block_ids is not None):
+            if self._assigns is not (block_ids is None) and self._assigns is not None:
                 raise ConfigError(
                     "an index either assigns all block ids or is given all",
+                    request_id=request.request_id,
                     expected="no block_ids" if self._assigns else "block_ids",
-                    **where,
                 )
             place = self._walk(request, stop)
-            first = place.block if place else 0
+            first = end = place.block if place is not None else 0
             ids = None if block_ids is None else self._check_ids(block_ids, first, stop, request)
-            count = min(stop - first, self._make_room(place, stop - first, evicted))
-            if count:
-                self._assigns = ids is None
-                if ids is None:
-                    ids = array("q")
-                    ids.frombytes(np.arange(self._fresh, self._fresh + count, dtype=np.int64).tobytes())
-                    self._fresh += count
-                else:
-                    ids = ids[:count]
-                    self._given.update(ids)
-                self._store(request, place, first + count, ids)
-        self._announce(evicted)
-        return range(first, first + count)
+            if first < stop:
+                end = stop
+                if self._count + stop - first > self._capacity:
+                    end = min(stop, first + self._make_room(place, stop - first, evicted))
+                if first < end:
+                    if ids is None:
+                        ids = self._number(end - first)
+                    else:
+                        ids = ids[: end - first]
+                        self._given.update(ids)
+                    self._assigns = block_ids is None
+                    self._store(request, place, end, ids)
+        if evicted:
+            self._announce(evicted)
+        return range(first, end)
 
     def clear(self, *, cache_salt: str | EllipsisType | None = ..., adapter: str | EllipsisType | None = ...) -> None:
         """Forget all blocks, or those of one salt (None is one of its own), of one adapter, or of both.
 
         Blocks that are pinned are not matched any more and go with their last pin.
         """
-        self._reclaim()
+        if self._forgotten:
+            self._reclaim()
         evicted: list[int] = []
         with self._lock:
             for (salt, own_adapter), root in list(self._roots.items()):
@@ -240,86 +259,122 @@ class PrefixIndex:
         self._callbacks.append(callback)
 
     def _announce(self, evicted: list[int]) -> None:
-        if evicted:
-            for callback in self._callbacks:
-                callback(list(evicted))
+        for callback in self._callbacks if evicted else ():
+            callback(list(evicted))
 
     def _walk(self, request: MultimodalRequest, stop: int) -> _Place | None:
         """How far the tree agrees with the request's first `stop` blocks; marks that as used."""
         root = self._roots.get((request.cache_salt, request.adapter))
         if root is None:
             return None
-        place = self._places.get(request)
-        if place is None or place.node.dead or place.node.cuts != place.cuts or place.node.root is not root:
-            place = self._places[request] = _Place(root, 0, 0)
-        node, block, item = place.node, place.block, place.item
-        items, size = request.items, self._size
+        place = self._places.get(id(request))
+        if place is None or place.request() is not request:
+            place = self._remember(request, root)
+        node = place.node
+        if node.dead or node.cuts != place.cuts or node.root is not root:
+            place = self._remember(request, root)
+            node = root
+        block = place.block
         if block > stop:
             # Asked about less than is known to agree: what is remembered stays.
-            place, block, item = _Place(node, 0, 0), stop, skip_items(items, 0, stop * size)
+            block = stop
+            place = _Place(place.request, node, stop, skip_items(request.items, 0, stop * self._size))
         while node.start >= block and node.parent is not None:  # was split since, or agrees with less
             node = node.parent
         if block < stop and place.parted != self._changes:
-            view = _bytes(request)
-            until = node.end
-            while block < stop:
-                if block == node.end:
-                    starts, _ = item_keys(items, item, (block + 1) * size)
-                    child = node.children.get(block_key(view[4 * size * block : 4 * size * (block + 1)], starts))
-                    if child is None:
-                        place.parted = self._changes
-                        break
-                    node = child
-                until = min(stop, node.end)
-                keys, after = item_keys(items, item, until * size)
-                agreed = node.common(block, until, view, keys, size)
-                item = after if agreed == until else skip_items(items, item, agreed * size)
-                block = agreed
-                if agreed < until:
-                    place.parted = self._changes
-                    break
-        place.node, place.cuts, place.block, place.item = node, node.cuts, block, item
-        self._touch(node)
+            node, block = self._descend(request, place, node, block, stop)
+        place.node = node
+        place.cuts = node.cuts
+        place.block = block
+        self._clock = node.used = self._clock + 1
         return place
 
-    def _touch(self, node: Node) -> None:
-        self._clock += 1
-        node.used = self._clock
+    def _descend(
+        self, request: MultimodalRequest, place: _Place, node: Node, block: int, stop: int
+    ) -> tuple[Node, int]:
+        """Compare a request with the tree from a block on, down to where they part or to `stop`."""
+        items, size = request.items, self._size
+        while block < stop:
+            if block == node.end:
+                child = None
+                if node.children:
+                    starts, _ = item_keys(items, place.item, (block + 1) * size)
+                    first_block = request._buffer[size * block : size * (block + 1)].tobytes()
+                    child = node.children.get(block_key(first_block, starts))
+                if child is None:
+                    place.parted = self._changes
+                    break
+                node = child
+            until = min(stop, node.end)
+            keys, after = item_keys(items, place.item, until * size)
+            agreed = node.common(block, until, request._buffer, keys, size)
+            place.item = after if agreed == until else skip_items(items, place.item, agreed * size)
+            block = agreed
+            if agreed < until:
+                place.parted = self._changes
+                break
+        return node, block
+
+    def _remember(self, request: MultimodalRequest, root: Node) -> _Place:
+        """A place for the request at the root of its tree, for as long as the request lives."""
+        key, places = id(request), self._places
+
+        def forget(_: ref[MultimodalRequest]) -> None:
+            places.pop(key, None)
+
+        place = places[key] = _Place(ref(request, forget), root, 0, 0)
+        return place
 
     def _store(self, request: MultimodalRequest, place: _Place | None, end: int, ids: array[int]) -> None:
         """Append blocks up to `end` where the request left the tree."""
         size = self._size
-        view = _bytes(request)
         if place is None or not place.block:  # making room may have emptied its tree
             scope = (request.cache_salt, request.adapter)
-            node = self._roots.get(scope) or self._roots.setdefault(scope, Node(None, scope, 0))
-            place = self._places[request] = _Place(node, 0, 0)
+            root = self._roots.get(scope)
+            if root is None:
+                root = self._roots[scope] = Node(None, scope, 0, 0, bytearray(), array("q"), [])
+            place = self._remember(request, root)
         node, block = place.node, place.block
         if block < node.end:
             node = node.split(block, size)
+        tokens = request._buffer[size * block : size * end]
         keys, place.item = item_keys(request.items, place.item, end * size)
         if node.children or node.parent is None:
-            starts = keys_before(keys, (block + 1) * size)
-            child = Node(node, block_key(view[4 * size * block : 4 * size * (block + 1)], starts), block)
-            node.children[child.key] = child
+            key = block_key(tokens[:size].tobytes(), keys_before(keys, (block + 1) * size))
+            child = Node(node, key, block, end, bytearray(tokens), ids, keys)
+            node.children[key] = child
             node = child
-        node.extend(view, end, ids, keys, size)
+        else:
+            node.extend(end, tokens, ids, keys)
         self._count += end - block
         self._changes += 1
-        self._touch(node)
-        self._queue(node)
-        place.node, place.cuts, place.block = node, node.cuts, end
+        self._clock = node.used = self._clock + 1
+        if not node.queued:
+            self._queue(node)
+        place.node = node
+        place.cuts = node.cuts
+        place.block = end
+
+    def _number(self, count: int) -> array[int]:
+        """The next ids of the index's own."""
+        if count > len(self._numbers):
+            more = np.arange(self._fresh, self._fresh + count + _NUMBERS, dtype=np.int64)
+            self._fresh += len(more)
+            self._numbers.frombytes(more.tobytes())
+        ids = self._numbers[:count]
+        del self._numbers[:count]
+        return ids
 
     def _make_room(self, place: _Place | None, wanted: int, evicted: list[int]) -> int:
         """Evict until there is room for that many blocks; how many there is room for."""
         missing = self._count + wanted - self._capacity
-        if missing > 0 and place is not None and place.block:
+        if place is not None and place.block:
             insort(place.node.pins, place.block)  # not what is to be extended
             self._evict(missing, evicted)
             place.node.pins.remove(place.block)
             self._queue(place.node)
             place.cuts = place.node.cuts  # it was cut behind the place, if at all
-        elif missing > 0:
+        else:
             self._evict(missing, evicted)
         return self._capacity - self._count
 
@@ -377,7 +432,8 @@ class PrefixIndex:
             node = _parent(node)
         node.pins.remove(block)
         if self._roots.get(node.root.key) is node.root:
-            self._queue(node)
+            if not node.queued:
+                self._queue(node)
         else:
             self._prune(node, evicted)
 
@@ -389,7 +445,8 @@ class PrefixIndex:
             match._released = True
             if match._node is not None:
                 self._unpin(match._node, match._blocks, evicted)
-        self._announce(evicted)
+        if evicted:
+            self._announce(evicted)
 
     def _ids_of(self, match: PrefixMatch) -> list[int]:
         pieces: list[list[int]] = []
@@ -405,6 +462,13 @@ class PrefixIndex:
 
     def _check_ids(self, block_ids: BlockIds, first: int, stop: int, request: MultimodalRequest) -> array[int]:
         """The ids of the blocks `[first, stop)`, of which none may be in use."""
+        if len(block_ids) < stop:
+            raise RequestError(
+                "there is one id for each whole block",
+                request_id=request.request_id,
+                expected=stop,
+                found=len(block_ids),
+            )
         given = block_ids[first:stop]
         try:
             ids = array("q", given.tolist() if hasattr(given, "tolist") else given)
@@ -419,11 +483,6 @@ class PrefixIndex:
                 "a block id stands for two blocks", request_id=request.request_id, found=f"{twice} is in use"
             )
         return ids
-
-
-def _bytes(request: MultimodalRequest) -> memoryview:
-    """The bytes of the request's tokens, of which there are some."""
-    return memoryview(request.token_ids).cast("B")  # type: ignore[arg-type]  # arrays have the buffer protocol
 
 
 def _parent(node: Node) -> Node:

@@ -15,13 +15,16 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Hashable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from mmcache.items import MultimodalItem
 
 __all__ = ["ItemKey", "Node", "block_key", "item_keys", "keys_before", "skip_items"]
+
+Buffer: TypeAlias = Any
+"""A contiguous int32 array, which `bytearray` takes as its bytes."""
 
 ItemKey: TypeAlias = tuple[int, int, tuple[tuple[int, int], ...], str]
 """Offset, length, runs of embedding rows, identifier. On one path, equal offsets are equal starts in a block."""
@@ -35,9 +38,14 @@ def item_keys(items: Sequence[MultimodalItem], index: int, limit: int) -> tuple[
     Items without tokens overlap no block and have no key.
     """
     # The slots instead of the properties: this is the larger part of matching a request of many items.
-    if index == len(items) or items[index]._placeholder._offset >= limit:
+    end = len(items)
+    if index == end or items[index]._placeholder._offset >= limit:
         return [], index
-    end = skip_items(items, index, limit)
+    if items[-1]._placeholder._offset >= limit:
+        end = skip_items(items, index, limit)
+    if end == index + 1:
+        place = items[index]._placeholder
+        return [(place._offset, place._length, place._runs, items[index]._identifier)] if place._length else [], end
     keys = [
         (place._offset, place._length, place._runs, item._identifier)
         for item in items[index:end]
@@ -56,9 +64,9 @@ def keys_before(keys: list[ItemKey], limit: int) -> list[ItemKey]:
     return keys[: bisect_left(keys, (limit,))] if keys else keys
 
 
-def block_key(tokens: bytearray | memoryview, starts: Sequence[ItemKey]) -> Hashable:
+def block_key(tokens: bytes, starts: Sequence[ItemKey]) -> Hashable:
     """Under what a parent knows the child that begins with a block: its tokens and the items that start in it."""
-    return (bytes(tokens), *starts) if starts else bytes(tokens)
+    return (tokens, *starts) if starts else tokens
 
 
 def _offset(item: MultimodalItem) -> int:
@@ -88,15 +96,24 @@ class Node:
         "tokens", "used",
     )  # fmt: skip
 
-    def __init__(self, parent: Node | None, key: Hashable, start: int) -> None:
+    def __init__(
+        self,
+        parent: Node | None,
+        key: Hashable,
+        start: int,
+        end: int,
+        tokens: bytearray,
+        ids: array[int],
+        items: list[ItemKey],
+    ) -> None:
         self.parent = parent
         self.root: Node = self if parent is None else parent.root
         self.key = key
         self.start = start
-        self.end = start
-        self.tokens = bytearray()
-        self.ids: array[int] = array("q")
-        self.items: list[ItemKey] = []
+        self.end = end
+        self.tokens = tokens
+        self.ids = ids
+        self.items = items
         self.children: dict[Hashable, Node] = {}
         self.pins: list[int] = []
         self.cuts = 0
@@ -109,13 +126,13 @@ class Node:
         """The block down to which it may be cut."""
         return self.pins[-1] if self.pins else self.start
 
-    def common(self, block: int, stop: int, view: memoryview, keys: list[ItemKey], size: int) -> int:
+    def common(self, block: int, stop: int, buffer: Buffer, keys: list[ItemKey], size: int) -> int:
         """Up to which block, at most `stop <= end`, it agrees with a request that agrees up to `block`.
 
         Args:
             block: a block of this node, or its end.
             stop: where to stop.
-            view: all bytes of the request's int32 tokens.
+            buffer: the request's int32 tokens, from its first.
             keys: the keys of the request's items that start in the blocks `[block, stop)`.
             size: tokens of a block.
         """
@@ -126,43 +143,44 @@ class Node:
             own = keys_before(own, stop * size)
         if own != keys:
             stop = _parting(own, keys) // size
-        width = 4 * size
-        offset = (block - self.start) * width
-        if self.tokens.startswith(view[block * width : stop * width], offset):
+        first = block * size
+        offset = 4 * (first - self.start * size)
+        if self.tokens.startswith(buffer[first : stop * size], offset):
             return stop
-        chunk = max(1, _CHUNK // size) * width
-        at = block * width
-        while self.tokens.startswith(view[at : at + chunk], offset):
-            at += chunk
-            offset += chunk
-        count = min(stop * width - at, chunk) // 4
-        differ = np.frombuffer(self.tokens, np.int32, count, offset) != np.frombuffer(view, np.int32, count, at)
-        return at // width + int(differ.argmax()) // size
+        while self.tokens.startswith(buffer[first : first + _CHUNK], offset):
+            first += _CHUNK
+            offset += 4 * _CHUNK
+        other = buffer[first : min(first + _CHUNK, stop * size)]
+        differ = np.frombuffer(self.tokens, np.int32, len(other), offset) != other
+        return (first + int(differ.argmax())) // size
 
-    def extend(self, view: memoryview, end: int, ids: array[int], keys: list[ItemKey], size: int) -> None:
-        """Append the blocks `[self.end, end)` of a request."""
-        self.tokens += view[4 * size * self.end : 4 * size * end]
-        self.ids += ids
-        self.items += keys
+    def extend(self, end: int, tokens: Buffer, ids: array[int], items: list[ItemKey]) -> None:
+        """Append the blocks `[self.end, end)`."""
         self.end = end
+        self.tokens.extend(tokens)
+        self.ids += ids
+        self.items += items
 
     def split(self, block: int, size: int) -> Node:
         """Move the blocks before `block` to a new node above this one, and return it."""
         if self.parent is None:
             raise ValueError("a root has no blocks to split")
         count = block - self.start
-        upper = Node(self.parent, self.key, self.start)
-        upper.end = self.start = block
-        upper.used = self.used
-        upper.tokens, self.tokens = self.tokens[: count * 4 * size], self.tokens[count * 4 * size :]
-        upper.ids, self.ids = self.ids[:count], self.ids[count:]
+        width = 4 * count * size
         first = bisect_left(self.items, (block * size,))
-        upper.items, self.items = self.items[:first], self.items[first:]
+        upper = Node(
+            self.parent, self.key, self.start, block, self.tokens[:width], self.ids[:count], self.items[:first]
+        )
+        upper.used = self.used
+        self.start = block
+        self.tokens = self.tokens[width:]
+        self.ids = self.ids[count:]
+        self.items = self.items[first:]
         held = bisect_left(self.pins, block + 1)
         upper.pins, self.pins = self.pins[:held], self.pins[held:]
         self.parent.children[self.key] = upper
         self.parent = upper
-        self.key = block_key(self.tokens[: 4 * size], keys_before(self.items, (block + 1) * size))
+        self.key = block_key(bytes(self.tokens[: 4 * size]), keys_before(self.items, (block + 1) * size))
         upper.children[self.key] = self
         return upper
 

@@ -1,0 +1,121 @@
+"""What the scheduler pays to learn how much of a request's KV exists, beside a chain of block hashes.
+
+    python bench/prefix.py [--rounds 101] [--images 26] [--json FILE]
+
+One request of a growing history: 26 images of 560 tokens behind 27 tokens of text each, int32 tokens. The chain is the
+method of engines that know blocks by hash, without anything that it does not need: SHA-256 over the digest before, the
+16 tokens of the block and the items that overlap it. All rows run interleaved in one process on one thread; medians of
+its CPU time are printed (another process on the machine would count in a wall clock), and ratios to the chain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import json
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+
+from mmcache.items import MultimodalItem, MultimodalRequest, PlaceholderRange
+from mmcache.prefix import PrefixIndex, PrefixMatch, block_keys
+
+BLOCK, ROWS, STRIDE = 16, 560, 587
+
+
+def images(count: int, first: int = 0) -> list[MultimodalItem]:
+    return [
+        MultimodalItem("image", None, PlaceholderRange(n * STRIDE + 27, ROWS), hashlib.sha256(b"%d" % n).hexdigest())
+        for n in range(first, first + count)
+    ]
+
+
+def chain(tokens: np.ndarray, items: list[tuple[int, int, bytes]]) -> list[bytes]:
+    """A lean SHA-256 chain; `items` are (offset, end, identifier)."""
+    sha256 = hashlib.sha256
+    data = tokens.tobytes()
+    parent, keys, open_item = bytes(32), [], 0
+    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+        block = parent + data[4 * start : 4 * (start + BLOCK)]
+        while open_item < len(items) and items[open_item][1] <= start:
+            open_item += 1
+        index = open_item
+        while index < len(items) and items[index][0] < start + BLOCK:
+            block += items[index][2] + (items[index][0] - start).to_bytes(8, "little", signed=True)
+            index += 1
+        parent = sha256(block).digest()
+        keys.append(parent)
+    return keys
+
+
+def match_and_insert(index: PrefixIndex, request: MultimodalRequest) -> PrefixMatch:
+    match = index.match(request)
+    index.insert(request, request.num_tokens)
+    match.release()
+    return match
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="cost of matching and inserting prefixes")
+    parser.add_argument("--rounds", type=int, default=101)
+    parser.add_argument("--images", type=int, default=26)
+    parser.add_argument("--json")
+    arguments = parser.parse_args()
+    count = arguments.images
+    length = count * STRIDE + 18
+    new_tokens = STRIDE + 33
+    tokens = np.random.default_rng(0).integers(0, 150_000, length + new_tokens, dtype=np.int32)
+    spans = [(i.placeholder.offset, i.placeholder.offset + ROWS, i.identifier.encode()) for i in images(count)]
+    times: dict[str, list[float]] = defaultdict(list)
+
+    def timed(name: str, call: Callable[..., PrefixMatch | None], *what: object) -> PrefixMatch | None:
+        start = time.thread_time()
+        result = call(*what)
+        times[name].append(time.thread_time() - start)
+        return result
+
+    def turn(name: str, index: PrefixIndex, request: MultimodalRequest, known: int) -> None:
+        match = timed(name, match_and_insert, index, request)
+        if match is None or match.num_tokens // BLOCK != known // BLOCK:
+            raise SystemExit(f"{name}: {match} where {known} tokens are known")
+
+    gc.disable()  # as timeit does: a collection would be charged to whichever row it falls into
+    ints = tokens[:length].tolist()
+    for _ in range(arguments.rounds):
+        known = length - STRIDE
+        timed("SHA-256 chain", chain, tokens[:length], spans)
+        request = MultimodalRequest("new", tokens[:length], images(count))
+        turn("match + insert, nothing known", PrefixIndex(BLOCK), request, 0)
+        index = PrefixIndex(BLOCK)
+        index.insert(MultimodalRequest("other", tokens[:known], images(count - 1)), known)
+        request = MultimodalRequest("first", tokens[:length], images(count))
+        turn("match + insert, all but one image known", index, request, known)
+        request.extend(tokens[length:], images(1, count))
+        turn("the next turn: one more image", index, request, length)
+        again = MultimodalRequest("again", tokens, images(count + 1))
+        turn("match + insert, all known, a new request object", index, again, length + new_tokens - 1)
+        turn("match + insert, all known, the same object", index, again, length + new_tokens - 1)
+        timed("block_keys", block_keys, request, BLOCK)
+        timed("converting Python ints to an int32 array", np.asarray, ints, np.int32)
+    result = {name: statistics.median(values) * 1e6 for name, values in times.items()}
+    print(f"{count} images, {length} tokens, blocks of {BLOCK}; medians of {arguments.rounds} rounds")
+    base = result["SHA-256 chain"]
+    for name, microseconds in result.items():
+        print(f"  {name:50} {microseconds:9.1f} us   1/{base / microseconds:.1f}")
+    turn = result["the next turn: one more image"]
+    first = min(result["match + insert, nothing known"], result["match + insert, all but one image known"])
+    print(f"  the next turn is 1/{first / turn:.1f} of the first")
+    if arguments.json:
+        with open(arguments.json, "w", encoding="utf-8") as file:
+            json.dump({"images": count, "tokens": length, "microseconds": result}, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()
