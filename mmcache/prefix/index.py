@@ -17,7 +17,7 @@ import numpy as np
 from mmcache.errors import ConfigError, ReleasedError, RequestError, WindowError
 from mmcache.items import MultimodalRequest
 from mmcache.prefix.keys import check_block_size
-from mmcache.prefix.tree import Node, block_key, item_keys, keys_before, skip_items
+from mmcache.prefix.tree import Node, block_key, item_keys, keys_before, roomy, skip_items
 
 __all__ = ["PrefixIndex", "PrefixMatch"]
 
@@ -341,7 +341,7 @@ class PrefixIndex:
         keys, place.item = item_keys(request.items, place.item, end * size)
         if node.children or node.parent is None:
             key = block_key(tokens[:size].tobytes(), keys_before(keys, (block + 1) * size))
-            child = Node(node, key, block, end, bytearray(tokens), ids, keys)
+            child = Node(node, key, block, end, roomy(tokens), ids, keys)
             node.children[key] = child
             node = child
         else:

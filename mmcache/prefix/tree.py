@@ -21,7 +21,7 @@ import numpy as np
 
 from mmcache.items import MultimodalItem
 
-__all__ = ["ItemKey", "Node", "block_key", "item_keys", "keys_before", "skip_items"]
+__all__ = ["ItemKey", "Node", "block_key", "item_keys", "keys_before", "roomy", "skip_items"]
 
 Buffer: TypeAlias = Any
 """A contiguous int32 array, which `bytearray` takes as its bytes."""
@@ -67,6 +67,15 @@ def keys_before(keys: list[ItemKey], limit: int) -> list[ItemKey]:
 def block_key(tokens: bytes, starts: Sequence[ItemKey]) -> Hashable:
     """Under what a parent knows the child that begins with a block: its tokens and the items that start in it."""
     return (tokens, *starts) if starts else tokens
+
+
+def roomy(tokens: Buffer) -> bytearray:
+    """The bytes of tokens, with room for an eighth more: a conversation grows, and copies them again only then."""
+    size = 4 * len(tokens)
+    data = bytearray(size + size // 8)
+    np.frombuffer(data, np.int32, len(tokens))[:] = tokens
+    del data[size:]  # keeps the memory
+    return data
 
 
 def _offset(item: MultimodalItem) -> int:
