@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -13,8 +14,11 @@ from mmcache.hashing.message import Message, Unhashable
 
 __all__ = ["same_content"]
 
+Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
+
 _HASHER = ContentHasher("sha256")  # for sources, which are compared by their digests
 _CHUNK = 1 << 18
+_NOTHING = np.empty(0, np.uint8)
 
 
 def same_content(a: object, b: object) -> bool:
@@ -31,8 +35,7 @@ def same_content(a: object, b: object) -> bool:
     except Unhashable as error:
         path = "".join(error.steps[::-1])
         raise UnhashableContentError(f"{path}: {error.reason}" if path else error.reason, path=path) from error
-    # a message is split into pieces at the same places if it is the same
-    return len(left) == len(right) and all(map(_equal, left, right))
+    return _equal(left, right)
 
 
 def _pieces(value: object) -> list[memoryview]:
@@ -43,11 +46,26 @@ def _pieces(value: object) -> list[memoryview]:
     return pieces
 
 
-def _equal(a: memoryview, b: memoryview) -> bool:
-    return a.nbytes == b.nbytes and all(np.array_equal(x, y) for x, y in zip(_chunks(a), _chunks(b)))
+def _equal(left: list[memoryview], right: list[memoryview]) -> bool:
+    """Whether two messages are one, however each is cut into pieces."""
+    if sum(piece.nbytes for piece in left) != sum(piece.nbytes for piece in right):
+        return False
+    others = _chunks(right)
+    other = next(others, _NOTHING)
+    for chunk in _chunks(left):
+        while len(chunk):
+            if not len(other):
+                other = next(others)
+            size = min(len(chunk), len(other))
+            if not np.array_equal(chunk[:size], other[:size]):
+                return False
+            chunk, other = chunk[size:], other[size:]
+    return True
 
 
-def _chunks(view: memoryview) -> Iterator[np.ndarray[tuple[int], np.dtype[np.uint8]]]:
-    data = np.frombuffer(view, np.uint8)
-    for start in range(0, len(data), _CHUNK):
-        yield data[start : start + _CHUNK]
+def _chunks(pieces: list[memoryview]) -> Iterator[Bytes]:
+    """The pieces as arrays small enough to be compared in the CPU's cache."""
+    for piece in pieces:
+        data = np.frombuffer(piece, np.uint8)
+        for start in range(0, len(data), _CHUNK):
+            yield data[start : start + _CHUNK]

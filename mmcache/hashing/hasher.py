@@ -147,7 +147,8 @@ class ContentHasher:
         return head
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ContentHasher):
+        # of one type: a subclass may make other digests
+        if not isinstance(other, ContentHasher) or type(other) is not type(self):
             return NotImplemented
         return self.algorithm == other.algorithm and self._key == other._key
 
