@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ def run_replay(arguments: argparse.Namespace) -> int:
     Raises:
         MMCacheError: the trace cannot be read, the model is unknown, an extra is missing.
     """
+    import torch
+
     from mmcache.replay.live import replay_live
     from mmcache.replay.table import make_console, print_replay
 
@@ -51,11 +54,11 @@ def run_replay(arguments: argparse.Namespace) -> int:
     turns = list(read_chat(trace))
     if not turns:
         raise TraceError("holds no requests", path=str(trace))
-    if arguments.json is not None:
-        try:
-            Path(arguments.json).open("a").close()
-        except OSError as error:
-            raise ConfigError(f"{arguments.json} cannot be written: {error.strerror}") from error
+    target = Path(arguments.json) if arguments.json is not None else None
+    if target is not None and (target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK)):
+        raise ConfigError(f"{target} cannot be written")
+    # Operations of a tiny model are too small to share: threads would mostly wait for each other.
+    torch.set_num_threads(1)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=make_console_for_progress(), transient=True) as progress:
         task = progress.add_task(f"{trace.name} on {arguments.model}", total=len(turns))
@@ -67,8 +70,8 @@ def run_replay(arguments: argparse.Namespace) -> int:
             on_turn=lambda turn: progress.advance(task),
         )
     print_replay(result, console)
-    if arguments.json is not None:
-        Path(arguments.json).write_text(json.dumps(result.as_json(), indent=1) + "\n", encoding="utf-8")
+    if target is not None:
+        target.write_text(json.dumps(result.as_json(), indent=1) + "\n", encoding="utf-8")
     return 1 if result.equal is False else 0
 
 
