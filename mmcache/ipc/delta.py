@@ -118,12 +118,13 @@ def _columns(
 ) -> tuple[list[Column], bytes | memoryview]:
     columns = []
     writes: list[tuple[int, Tensor]] = []
+    laid_out: dict[int, tuple[list[int], list[Leaf]]] = {}
     end = 0
     for number, (schema, fields) in enumerate(zip(schemas, members)):
         for position, spec in enumerate(schema):
             if spec.keep_on_cpu:
                 values = [entry._data[spec.name] for entry in fields]
-                column, end = _column(number, position, spec, values, writes, end)
+                column, end = _column(number, position, spec, values, writes, laid_out, end)
                 columns.append(column)
     if not end:
         return columns, b""
@@ -135,14 +136,15 @@ def _columns(
 
 
 def _column(
-    number: int,
+    schema: int,
     position: int,
     spec: FieldSpec,
     values: Sequence[FieldValue],
     writes: list[tuple[int, Tensor]],
+    laid_out: dict[int, tuple[list[int], list[Leaf]]],
     end: int,
 ) -> tuple[Column, int]:
-    column = Column(schema=number, field=position, stacked=None, values=[], refs=[])
+    column = Column(schema=schema, field=position, stacked=None, values=[], refs=[])
     if spec.layout != "shared":
         stacked = _stack(values)
         if stacked is not None:
@@ -153,18 +155,15 @@ def _column(
     # One value that several items share stays one value, so that it counts and joins as one on the other side.
     numbers: dict[int, int] = {}
     for value in values:
-        known = numbers.get(id(value))
-        if known is None:
-            known = numbers[id(value)] = len(column.values)
-            nest, leaves, tensors, end = flatten(value, spec.name, end)
-            column.values.append((nest, leaves))
-            writes += zip(_offsets(leaves), tensors)
-        column.refs.append(known)
+        number = numbers.setdefault(id(value), len(column.values))
+        if number == len(column.values):
+            if id(value) not in laid_out:
+                nest, leaves, tensors, end = flatten(value, spec.name, end)
+                writes += zip((offset for _, _, offset in leaves), tensors)
+                laid_out[id(value)] = (nest, leaves)
+            column.values.append(laid_out[id(value)])
+        column.refs.append(number)
     return column, end
-
-
-def _offsets(leaves: Sequence[Leaf]) -> list[int]:
-    return [offset for _, _, offset in leaves]
 
 
 def _stack(values: Sequence[FieldValue]) -> Tensor | None:

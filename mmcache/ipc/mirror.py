@@ -31,12 +31,13 @@ _Runs = np.ndarray[Any, np.dtype[np.int32]]
 
 @dataclass(slots=True)
 class _Stored:
-    """One column of metadata of the items `indices`."""
+    """One column of metadata of the items `indices`; `unpacked` are the values that columns of its block share."""
 
     name: str
     indices: list[int]
     column: Column
     block: bytearray
+    unpacked: dict[object, FieldValue]
     values: list[FieldValue] | None = None
 
     def unpack(self) -> list[FieldValue]:
@@ -45,9 +46,16 @@ class _Stored:
             if self.column.stacked is not None:
                 self.values = list(self._read(self.column.stacked).unbind(0))
             else:
-                distinct = [unflatten(nest, leaves, self._read) for nest, leaves in self.column.values]
+                distinct = [self._value(nest, leaves) for nest, leaves in self.column.values]
                 self.values = [distinct[ref] for ref in self.column.refs]
         return self.values
+
+    def _value(self, nest: list[int], leaves: list[Leaf]) -> FieldValue:
+        # One value that items of several schemas share has one place in the block, and stays one value.
+        key = (tuple(nest), tuple(leaves))
+        if key not in self.unpacked:
+            self.unpacked[key] = unflatten(nest, leaves, self._read)
+        return self.unpacked[key]
 
     def _read(self, leaf: Leaf) -> Tensor:
         name, shape, offset = leaf
@@ -299,6 +307,7 @@ class Mirror:
         ):
             raise self._error("there is one column for each keep_on_cpu field")
         own = bytearray(block)
+        unpacked: dict[object, FieldValue] = {}
         stored = []
         for column in delta.columns:
             indices = members.get(column.schema, [])
@@ -316,7 +325,7 @@ class Mirror:
                 raise self._error("a column has one value an item", expected=len(indices), found=count)
             if indices:
                 name = delta.schemas[column.schema][column.field].name
-                stored.append(_Stored(name, list(indices), column, own))
+                stored.append(_Stored(name, list(indices), column, own, unpacked))
         return stored
 
     def _configs_of(self, number: int, modality: str) -> dict[str, FieldConfig]:
