@@ -163,6 +163,15 @@ def test_a_source_may_be_part_of_the_destination(width: int) -> None:
     assert torch.equal(inputs, expected)
 
 
+@pytest.mark.parametrize("width", [4, 40000])
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_sources_may_be_rows_that_others_overwrite(width: int, device: str) -> None:
+    with SimulatedDevice("cuda:0"):
+        inputs = torch.arange(6.0, device=device).unsqueeze(1).repeat(1, width)
+        merge_embeddings(inputs, [inputs[5:6], inputs[0:3]], mask_of("#--###"))
+        assert inputs[:, -1].tolist() == [5, 1, 2, 0, 1, 2]
+
+
 @pytest.mark.parametrize("width", [4, 4000])
 @pytest.mark.parametrize("picture", ["-#########-", "#-#-#-#-#-#-#-#-#-"])
 def test_gradients_flow_where_they_are_asked_for(width: int, picture: str) -> None:

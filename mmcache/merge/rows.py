@@ -77,6 +77,9 @@ def write_blocks(
         blocks: sources and what is written of them.
         places: on a device, what `send_places` returned for these blocks, if that is at hand.
     """
+    # Rows of the destination itself are read before any of it is written.
+    storage = target.untyped_storage().data_ptr()
+    blocks = [(s.clone() if s.untyped_storage().data_ptr() == storage else s, block) for s, block in blocks]
     if target.is_cpu:
         _write_host(target, blocks)
         return
@@ -88,13 +91,10 @@ def write_blocks(
 
 def _write_host(target: Tensor, blocks: Iterable[tuple[Tensor, Block]]) -> None:
     bits = as_bits(target)
-    storage = target.untyped_storage().data_ptr()
     for source, block in blocks:
         if not source.is_cpu:
             source = source[block.first : block.first + block.count].to(target.dtype).cpu()
             block = Block(0, block.count, block.runs, block.positions)
-        elif source.untyped_storage().data_ptr() == storage:
-            source = source.clone()  # rows of the destination itself, which is being written
         if bits is None or (source.requires_grad and torch.is_grad_enabled()):
             _copy_runs(target, source, block)
         elif source.dtype is target.dtype and (source_bits := as_bits(source)) is not None:
@@ -216,14 +216,11 @@ def _is_indexed(block: Block) -> bool:
 def _write_device(
     target: Tensor, blocks: Sequence[tuple[Tensor, Block]], places: Sequence[Tensor | None], staging: Staging
 ) -> None:
-    storage = target.untyped_storage().data_ptr()
     for (source, block), place in zip(blocks, places):
         rows = source[block.first : block.first + block.count]
         if rows.is_cpu and not (rows.requires_grad and torch.is_grad_enabled()):
             _write_staged(target, rows.detach(), block, place, staging)
             continue
-        if rows.untyped_storage().data_ptr() == storage:
-            rows = rows.clone()  # rows of the destination itself, which is being written
         staging.streams.used(rows)
         _put_rows(target, rows, block, place)
 
