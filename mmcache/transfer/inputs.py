@@ -17,7 +17,7 @@ from mmcache.fields import FieldConfig, FieldValue, ItemFields, join_fields
 from mmcache.fields.values import content_of, value_bytes
 from mmcache.items import MultimodalRequest
 from mmcache.planning import needed_items
-from mmcache.staging import Staging, staging_for
+from mmcache.staging import Event, Staging, staging_for
 from mmcache.transfer.sending import Sender, leaves
 
 __all__ = ["EncoderBatch", "Transfer", "TransferLookup", "encoder_inputs"]
@@ -43,12 +43,13 @@ class TransferLookup(Protocol):
 
 
 class _Resident:
-    """A field of one item on the device, and the versions of its tensors then: a model may write to its inputs."""
+    """A field of one item on the device: since when, and in which version, as a model may write to its inputs."""
 
-    __slots__ = ("__weakref__", "_versions", "value")
+    __slots__ = ("__weakref__", "_versions", "arrival", "value")
 
-    def __init__(self, value: FieldValue) -> None:
+    def __init__(self, value: FieldValue, arrival: Event) -> None:
         self.value = value
+        self.arrival = arrival
         self._versions = _versions(value)
 
     @property
@@ -170,8 +171,9 @@ class Transfer:
         while self._prefetched_bytes + fields.payload_bytes > self._prefetch_bytes:
             self._forget(next(iter(self._prefetched)))
         sender = Sender(self._staging)
-        held = {name: _Resident(sender.move(fields[name])) for name in names}
-        self._count(sender)
+        values = {name: sender.move(fields[name]) for name in names}
+        arrival = self._count(sender)
+        held = {name: _Resident(value, arrival) for name, value in values.items()}
         for name, resident in held.items():
             self._resident[key, name] = resident
         self._prefetched[key] = list(held.values())
@@ -194,7 +196,7 @@ class Transfer:
         kept = join_fields([_kept(item) for item in fields])
         keys = [lookup.key(index) for lookup, index in places]
         kwargs: dict[str, FieldValue] = {}
-        held: list[_Resident] = []
+        parts: list[tuple[Hashable, str, FieldValue]] = []
         sender = Sender(self._staging)
         for name in first:
             if name in kept:
@@ -209,23 +211,30 @@ class Transfer:
             values = [self._where_it_is(key, name, item[name]) for key, item in zip(keys, fields)]
             joined = sender.join(values, first.config(name), listed=any(item.listed(name) for item in fields))
             kwargs[name] = joined
-            for key, part in zip(keys, _parts(joined, values, first.config(name))):
-                resident = _Resident(part)
-                self._resident[key, name] = resident
-                held.append(resident)
-        self._count(sender)
+            parts.extend((key, name, part) for key, part in zip(keys, _parts(joined, values, first.config(name))))
+        arrival = self._count(sender)
+        held = [_Resident(part, arrival) for _, _, part in parts]
+        self._resident.update({(key, name): resident for (key, name, _), resident in zip(parts, held)})
         for key in keys:
             self._forget(key)
         return EncoderBatch(modality, places, kwargs, sender.moved_bytes, held)
 
-    def _count(self, sender: Sender) -> None:
+    def _count(self, sender: Sender) -> Event:
+        """Count what was sent; the event is behind its arrival on the current stream."""
         self.moved_bytes += sender.moved_bytes
         self.pageable_bytes += sender.pageable_bytes
+        return self._staging.streams.record()
 
     def _where_it_is(self, key: Hashable, name: str, value: FieldValue) -> FieldValue:
         """The item's field on the device if it is there and nobody has written to it, else as it is."""
         resident = self._resident.get((key, name))
-        return resident.value if resident is not None and resident.intact else value
+        if resident is None or not resident.intact:
+            return value
+        # It may have arrived for another stream than the one that reads it now.
+        self._staging.streams.wait(resident.arrival)
+        for tensor in leaves(resident.value):
+            self._staging.streams.used(tensor)
+        return resident.value
 
 
 def _missing(lookups: Sequence[TransferLookup]) -> Iterator[tuple[TransferLookup, int, ItemFields]]:
