@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import CellType, CodeType, ModuleType
 from typing import Any
 
 import torch
 
 __all__ = ["call", "modules_of"]
 
+_MAX_DEPTH = 6
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -36,22 +38,52 @@ def _signature(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return list(inspect.signature(target).parameters.values())
 
 
-def modules_of(function: Callable[..., Any] | None) -> Iterator[torch.nn.Module]:
-    """The modules that a callable is, is bound to, holds as attributes, arguments or closed-over or global names."""
-    if function is None:
-        return
-    seen: list[Any] = [function]
-    while isinstance(seen[-1], functools.partial):
-        bound = seen[-1]
-        seen += [*bound.args, *bound.keywords.values(), bound.func]
-    owner = getattr(seen[-1], "__self__", None) or (None if inspect.isroutine(seen[-1]) else seen[-1])
-    if owner is not None and not isinstance(owner, torch.nn.Module):
-        seen += [*getattr(owner, "__dict__", {}).values()]
-    seen.append(owner)
-    plain = inspect.unwrap(getattr(seen[len(seen) - 1], "__func__", function))
-    for candidate in {id(f): f for f in (plain, inspect.unwrap(function)) if inspect.isfunction(f)}.values():
-        names = inspect.getclosurevars(candidate)
-        seen += [*names.nonlocals.values(), *names.globals.values()]
-    for value in seen:
-        parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
-        yield from (part for part in parts if isinstance(part, torch.nn.Module))
+def modules_of(consumer: Callable[..., Any] | None) -> Iterator[torch.nn.Module]:
+    """The modules that a callable is, is bound to, holds in attributes or arguments, or refers to by name.
+
+    Functions that it refers to are followed in turn.
+    """
+    seen: set[int] = set()
+    waiting: list[tuple[Any, int]] = [(consumer, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        if value is None or id(value) in seen or depth > _MAX_DEPTH:
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.nn.Module):
+            yield value
+        else:
+            waiting += [(part, depth + 1) for part in _parts(value, depth)]
+
+
+def _parts(value: Any, depth: int) -> Iterable[Any]:
+    if isinstance(value, (list, tuple, set)):
+        return value
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, functools.partial):
+        return (value.func, *value.args, *value.keywords.values())
+    if inspect.ismethod(value):
+        return (value.__self__, value.__func__)
+    if inspect.isfunction(value):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
+        named = [value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__]
+        return (*cells, *named, getattr(value, "__wrapped__", None))
+    # The object that a method is bound to, or a callable object: its attributes, but not theirs in turn.
+    if depth <= 1 and not isinstance(value, (type, ModuleType)):
+        return (*getattr(value, "__dict__", {}).values(), vars(type(value)).get("__call__"))
+    return ()
+
+
+def _names(code: CodeType) -> set[str]:
+    """Names that a function's code refers to, inner functions and comprehensions included."""
+    inner = (_names(const) for const in code.co_consts if isinstance(const, CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def _filled(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True

@@ -68,9 +68,7 @@ def run_audit(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({**head, **report.as_json()}, indent=1))
     elif arguments.suggest != "-":
-        print(
-            f"{subject.model_type}, {head['consumer']}, {arguments.attention} attention, shipped as {head['evidence']}"
-        )
+        print(f"{subject.model_type}, {head['consumer']}, {arguments.attention} attention; {head['evidence']}")
         print(report)
     if arguments.suggest is not None and not (arguments.json and arguments.suggest == "-"):
         _write_suggestion(arguments.suggest, {"fields": report.suggestion()})

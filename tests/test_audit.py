@@ -1,0 +1,410 @@
+"""The audit: where each field of a consumer belongs, shown by running it. The consumers here are made by hand."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from audit_stubs import GRID, TAKEN_BACK, Guarded, MovedGrid, PatchPositions, Tower, patches
+from torch import Tensor, nn
+
+from mmcache.audit import AuditReport, Verdict, audit
+from mmcache.errors import FieldError
+from mmcache.fields import FieldConfig
+from mmcache.models import field_configs
+from mmcache.testing import SimulatedDevice
+
+TOWER = Tower()
+
+
+def split_rows(pixel_values: Tensor, grid: Tensor) -> list[Tensor]:
+    """Reads the grid for sizes only."""
+    return list(TOWER.weight(pixel_values).split(grid.prod(-1).tolist()))
+
+
+def configs(**kept: bool) -> dict[str, FieldConfig]:
+    return {name: FieldConfig.batched("image", keep_on_cpu=mark) for name, mark in kept.items()}
+
+
+BATCH: dict[str, Any] = {"pixel_values": patches(), "grid": GRID}
+
+
+def verdicts(report: AuditReport) -> dict[str, str]:
+    return {field.name: str(field.verdict) for field in report.fields}
+
+
+# Verdicts
+
+
+def test_marks_that_are_right_are_right() -> None:
+    report = audit(split_rows, BATCH, configs(pixel_values=False, grid=True))
+    assert verdicts(report) == {"pixel_values": "right", "grid": "right"}
+    assert (report.exit_status, report.wrong) == (0, ())
+    assert report.suggested == {"pixel_values": False, "grid": True}
+
+
+def test_a_marked_field_that_meets_device_tensors_must_move() -> None:
+    report = audit(split_rows, BATCH, configs(pixel_values=True, grid=True))
+    field = report["pixel_values"]
+    assert (field.verdict, field.wrong, field.right_mark) == (Verdict.MUST_MOVE, True, False)
+    assert field.uses[0].op == "addmm"
+    assert field.uses[0].where.file == __file__
+    assert "split_rows" in str(field.uses[0])
+    assert not report["grid"].wrong
+    assert report.exit_status == 1
+    assert report.suggested == {"pixel_values": False, "grid": True}
+
+
+def test_an_unmarked_field_that_is_only_read_back_should_stay() -> None:
+    report = audit(split_rows, BATCH, configs(pixel_values=False, grid=False))
+    field = report["grid"]
+    assert (field.verdict, field.right_mark) == (Verdict.SHOULD_STAY, True)
+    assert [(use.op, use.count, use.blocks) for use in field.uses] == [("tolist", 1, True)]
+    assert field.uses[0].where.function == "split_rows"
+    assert report.exit_status == 1
+
+
+def test_reads_are_counted_by_line() -> None:
+    def encoder(pixel_values: Tensor, grid: Tensor) -> int:
+        TOWER.weight(pixel_values)
+        return sum(int(side) for row in grid for side in row)
+
+    field = audit(encoder, BATCH, configs(pixel_values=False, grid=False))["grid"]
+    assert [(use.op, use.count) for use in field.uses] == [("item", 6)]
+
+
+def test_both_marks_wrong_at_once_are_both_reported_and_both_mended() -> None:
+    report = audit(split_rows, BATCH, configs(pixel_values=True, grid=False))
+    assert verdicts(report) == {"pixel_values": "must move", "grid": "should stay"}
+    assert report.suggested == {"pixel_values": False, "grid": True}
+
+
+def test_two_marked_fields_that_meet_the_device_together_must_both_move() -> None:
+    def encoder(pixel_values: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return TOWER.weight(pixel_values) * (a + b)
+
+    batch = {"pixel_values": patches(), "a": torch.ones(8), "b": torch.ones(8)}
+    report = audit(encoder, batch, configs(pixel_values=False, a=True, b=True))
+    assert verdicts(report) == {"pixel_values": "right", "a": "must move", "b": "must move"}
+    assert report.suggested == {"pixel_values": False, "a": False, "b": False}
+
+
+def test_a_wrong_mark_is_not_blamed_on_the_field_it_meets() -> None:
+    def encoder(pixel_values: Tensor, shift: Tensor) -> Tensor:
+        return TOWER.weight(pixel_values + shift)
+
+    batch = {"pixel_values": patches(), "shift": torch.ones(4)}
+    report = audit(encoder, batch, configs(pixel_values=False, shift=True))
+    assert verdicts(report) == {"pixel_values": "right", "shift": "must move"}
+
+
+def test_values_are_followed_through_python_and_through_the_device_a_tensor_names() -> None:
+    def encoder(pixel_values: Tensor, grid: Tensor) -> Tensor:
+        positions = torch.arange(sum(a * b * c for a, b, c in grid.tolist()), device=grid.device)
+        return TOWER.weight(pixel_values) + TOWER.table(positions)
+
+    assert audit(encoder, BATCH, configs(pixel_values=False, grid=True))["grid"].verdict is Verdict.MUST_MOVE
+
+
+def test_an_unmarked_field_that_meets_the_consumers_own_cpu_tensors_should_stay() -> None:
+    def encoder(pixel_values: Tensor, grid: Tensor) -> Tensor:
+        sizes = torch.ones(3, dtype=torch.int64) * grid
+        return TOWER.weight(pixel_values)[: len(sizes)]
+
+    assert audit(encoder, BATCH, configs(pixel_values=False, grid=False))["grid"].verdict is Verdict.SHOULD_STAY
+
+
+def test_an_unused_field_is_not_wrong_in_either_place() -> None:
+    batch = {**BATCH, "timestamps": torch.ones(2)}
+    for mark in (True, False):
+        field = audit(split_rows, batch, configs(pixel_values=False, grid=True, timestamps=mark))["timestamps"]
+        assert (field.verdict, field.read_by, field.both_right) == (Verdict.UNUSED, (), True)
+        assert "nothing reads it" in field.reason
+
+
+def test_fields_that_only_positions_or_lengths_read_are_unused_by_the_encoder_and_should_stay() -> None:
+    def rope(input_ids: Tensor, seconds: Tensor) -> Tensor:
+        return torch.arange(input_ids.numel()) * seconds.sum()
+
+    def count(counts: Tensor) -> list[int]:
+        numbers: list[int] = counts.tolist()
+        return numbers
+
+    batch = {**BATCH, "seconds": torch.tensor([1.0, 2.0]), "counts": torch.tensor([6, 4]), "input_ids": torch.ones(9)}
+
+    def run(mark: bool) -> AuditReport:
+        marks = configs(pixel_values=False, grid=True, seconds=mark, counts=mark)
+        return audit(split_rows, batch, marks, positions=rope, lengths=count)
+
+    kept, sent = run(True), run(False)
+    assert (kept["seconds"].verdict, kept["seconds"].read_by) == (Verdict.UNUSED, ("positions",))
+    assert (kept["counts"].verdict, kept["counts"].read_by) == (Verdict.UNUSED, ("lengths",))
+    assert sent["seconds"].verdict is Verdict.SHOULD_STAY
+    assert sent["counts"].verdict is Verdict.SHOULD_STAY
+
+
+def test_positions_run_on_the_cpu_and_the_encoder_gets_text_on_the_device() -> None:
+    seen = {}
+
+    def encoder(pixel_values: Tensor, input_ids: Tensor) -> Tensor:
+        seen["encoder"] = input_ids.device.type
+        return TOWER.weight(pixel_values) + TOWER.table(input_ids)
+
+    def positions(input_ids: Tensor) -> Tensor:
+        seen["positions"] = input_ids.device.type
+        return input_ids + torch.ones(10, dtype=torch.int64)
+
+    batch = {"pixel_values": patches(), "input_ids": torch.arange(10)}
+    report = audit(encoder, batch, configs(pixel_values=False), positions=positions)
+    assert seen == {"encoder": "cuda", "positions": "cpu"}
+    assert not report.wrong
+
+
+def test_a_field_that_is_needed_in_both_places_is_wrong_in_either_until_the_consumer_copies_it() -> None:
+    def encoder(pixel_values: Tensor, lengths: Tensor) -> Tensor:
+        return TOWER.weight(pixel_values) * lengths[:, None]
+
+    def positions(lengths: Tensor) -> Tensor:
+        return torch.arange(10) + lengths
+
+    def careful(pixel_values: Tensor, lengths: Tensor) -> Tensor:
+        there = (lengths.pin_memory() if lengths.is_cpu else lengths).to(pixel_values.device, non_blocking=True)
+        return encoder(pixel_values, there)
+
+    batch = {"pixel_values": patches(), "lengths": torch.arange(10)}
+    for mark, verdict in ((True, Verdict.MUST_MOVE), (False, Verdict.SHOULD_STAY)):
+        field = audit(encoder, batch, configs(pixel_values=False, lengths=mark), positions=positions)["lengths"]
+        assert (field.verdict, field.right_mark) == (verdict, True)
+        assert "let the consumer copy it" in field.reason
+    assert not audit(careful, batch, configs(pixel_values=False, lengths=True), positions=positions).wrong
+
+
+# Moves that the consumer makes itself
+
+
+def test_a_copy_that_the_consumer_makes_without_waiting_is_right_and_told() -> None:
+    batch = {"pixel_values": patches(), "image_grid_thw": GRID}
+    report = audit(MovedGrid(), batch, field_configs("isaac", batch, strict=True))
+    field = report["image_grid_thw"]
+    assert field.verdict is Verdict.RIGHT
+    assert [(use.op, use.blocks, use.where.function) for use in field.moves] == [("to", False, "forward")]
+    flipped = audit(MovedGrid(), batch, configs(pixel_values=False, image_grid_thw=False))
+    assert flipped["image_grid_thw"].verdict is Verdict.SHOULD_STAY
+
+
+def test_a_copy_that_blocks_and_spares_no_read_is_a_wrong_mark() -> None:
+    def encoder(pixel_values: Tensor, lengths: Tensor) -> Tensor:
+        return TOWER.weight(pixel_values) * lengths.to(pixel_values.device)[:, None]
+
+    batch = {"pixel_values": patches(), "lengths": torch.arange(10)}
+    field = audit(encoder, batch, configs(pixel_values=False, lengths=True))["lengths"]
+    assert field.verdict is Verdict.MUST_MOVE
+    assert [use.op for use in field.uses] == ["to"]
+    assert not audit(encoder, batch, configs(pixel_values=False, lengths=False)).wrong
+
+
+def test_either_place_is_right_where_the_copy_waits_for_nothing_and_nobody_reads_it_back() -> None:
+    def encoder(pixel_values: Tensor, lengths: Tensor) -> Tensor:
+        there = lengths.to(pixel_values.device, non_blocking=True)
+        return TOWER.weight(pixel_values) * there[:, None]
+
+    batch = {"pixel_values": patches(), "lengths": torch.arange(10)}
+    for mark in (True, False):
+        field = audit(encoder, batch, configs(pixel_values=False, lengths=mark))["lengths"]
+        assert (field.verdict, field.both_right) == (Verdict.RIGHT, True)
+        assert "without waiting" in field.reason
+
+
+# Data-dependent control flow
+
+
+def test_control_flow_that_depends_on_data_runs_and_its_reads_are_told() -> None:
+    batch = {"pixel_values": patches(), "mask": torch.tensor([1] * 7 + [0] * 3), "limit": torch.tensor(1)}
+    report = audit(Guarded(), batch, configs(pixel_values=False, mask=False, limit=True))
+    assert verdicts(report)["pixel_values"] == "right"
+    assert verdicts(report)["limit"] == "right"
+    ops = {use.op for use in report["pixel_values"].reads}
+    assert "item" in ops  # the loop's condition; no other place would spare it
+    assert audit(Guarded(), batch, configs(pixel_values=False, mask=True, limit=False))["limit"].wrong
+
+
+def test_a_mask_is_best_where_indexing_with_it_waits_for_nothing() -> None:
+    batch = {"pixel_values": patches(), "mask": torch.tensor([1] * 7 + [0] * 3), "limit": torch.tensor(1)}
+    report = audit(Guarded(), batch, configs(pixel_values=False, mask=False, limit=True))
+    assert report["mask"].verdict is Verdict.SHOULD_STAY
+    assert report.suggested["mask"] is True
+
+
+# Marks that engines had to take back
+
+
+@pytest.mark.parametrize(("model_type", "consumer", "batch", "name"), TAKEN_BACK, ids=[case[0] for case in TAKEN_BACK])
+def test_marks_that_were_taken_back_are_caught(
+    model_type: str, consumer: nn.Module, batch: dict[str, Any], name: str
+) -> None:
+    shipped = field_configs(model_type, batch, consumer="vllm", strict=True)
+    assert not audit(consumer, batch, shipped).wrong
+    wrong = audit(consumer, batch, {**shipped, name: replace(shipped[name], keep_on_cpu=True)})
+    assert [(field.name, field.verdict) for field in wrong.wrong] == [(name, Verdict.MUST_MOVE)]
+    assert wrong[name].uses[0].where.file.endswith("audit_stubs.py")
+    assert not wrong.suggested[name]
+
+
+# A blinded audit
+
+
+def blind(monkeypatch: pytest.MonkeyPatch, attribute: str) -> None:
+    """Let the simulated device forget everything of one kind, as if it were allowed silently."""
+    enter = SimulatedDevice.__enter__
+
+    class Forgetful(list[Any]):
+        def append(self, entry: Any) -> None:
+            pass
+
+    def entered(self: SimulatedDevice) -> SimulatedDevice:
+        setattr(self, attribute, Forgetful())
+        setattr(self._recorder, attribute, getattr(self, attribute))
+        return enter(self)
+
+    monkeypatch.setattr(SimulatedDevice, "__enter__", entered)
+
+
+MUST_MOVE = [
+    test_a_marked_field_that_meets_device_tensors_must_move,
+    test_values_are_followed_through_python_and_through_the_device_a_tensor_names,
+    functools.partial(test_marks_that_were_taken_back_are_caught, *TAKEN_BACK[0]),
+]
+SHOULD_STAY = [test_an_unmarked_field_that_is_only_read_back_should_stay, test_reads_are_counted_by_line]
+MOVES = [test_a_copy_that_the_consumer_makes_without_waiting_is_right_and_told]
+
+
+@pytest.mark.parametrize(
+    ("attribute", "check"),
+    [
+        *(("mixes", check) for check in MUST_MOVE),
+        *(("host_reads", check) for check in SHOULD_STAY),
+        *(("moves", check) for check in MOVES),
+    ],
+)
+def test_a_blinded_audit_fails_these_tests(
+    monkeypatch: pytest.MonkeyPatch, attribute: str, check: Callable[[], None]
+) -> None:
+    check()
+    blind(monkeypatch, attribute)
+    with pytest.raises((AssertionError, IndexError)):
+        check()
+
+
+# How a consumer is called
+
+
+def test_encoders_come_as_functions_modules_methods_and_partials() -> None:
+    class Engine:
+        def __init__(self) -> None:
+            self.tower = Tower()
+
+        def encode(self, pixel_values: Tensor, grid: Tensor) -> list[Tensor]:
+            return list(self.tower.weight(pixel_values).split(grid.prod(-1).tolist()))
+
+    class Encoder(Tower):
+        def forward(self, pixel_values: Tensor, grid: Tensor) -> list[Tensor]:
+            return list(self.weight(pixel_values).split(grid.prod(-1).tolist()))
+
+    tower = Tower()
+
+    def closed(fields: dict[str, Tensor]) -> list[Tensor]:
+        return list(tower.weight(fields["pixel_values"]).split(fields["grid"].prod(-1).tolist()))
+
+    def bound(module: Tower, **fields: Tensor) -> list[Tensor]:
+        return list(module.weight(fields["pixel_values"]).split(fields["grid"].prod(-1).tolist()))
+
+    for encoder in (Engine().encode, Encoder(), Encoder().forward, closed, functools.partial(bound, tower)):
+        report = audit(encoder, BATCH, configs(pixel_values=False, grid=True))
+        assert verdicts(report) == {"pixel_values": "right", "grid": "right"}
+        assert audit(encoder, BATCH, configs(pixel_values=True, grid=True))["pixel_values"].wrong
+        assert audit(encoder, BATCH, configs(pixel_values=False, grid=False))["grid"].wrong
+
+
+def test_nested_lists_and_arrays_are_fields_too() -> None:
+    def encoder(crops: list[list[Tensor]], sizes: Tensor) -> list[Tensor]:
+        return [TOWER.weight(crop)[: int(sizes[0, 0])] for image in crops for crop in image]
+
+    batch = {"crops": [[patches(3), patches(2)], [patches(1)]], "sizes": np.array([[1, 2], [3, 4]])}
+    assert verdicts(audit(encoder, batch, configs(crops=False, sizes=True))) == {"crops": "right", "sizes": "right"}
+    assert [f.name for f in audit(encoder, batch, configs(crops=True, sizes=False)).wrong] == ["crops", "sizes"]
+
+
+def test_the_batch_and_the_weights_stay_as_they_were() -> None:
+    grid, weights = GRID.clone(), TOWER.weight.weight.detach().clone()
+
+    def encoder(pixel_values: Tensor, grid: Tensor) -> Tensor:
+        grid += 1
+        return TOWER.weight(pixel_values)[: int(grid.sum())]
+
+    audit(encoder, BATCH, configs(pixel_values=False, grid=True))
+    assert torch.equal(BATCH["grid"], grid)
+    assert torch.equal(TOWER.weight.weight, weights)
+    assert TOWER.weight.weight.device == torch.device("cpu")
+
+
+def test_configs_that_the_batch_lacks_are_ignored_and_only_some_may_be_judged() -> None:
+    report = audit(split_rows, BATCH, configs(pixel_values=False, grid=False, missing=True), only=["pixel_values"])
+    assert verdicts(report) == {"pixel_values": "right"}
+    with pytest.raises(KeyError):
+        report["missing"]
+
+
+def test_what_a_consumer_raises_because_of_a_place_is_a_finding() -> None:
+    def encoder(pixel_values: Tensor, grid: Tensor) -> Tensor:
+        if grid.device != pixel_values.device:
+            raise RuntimeError("all tensors on one device, please")
+        return TOWER.weight(pixel_values)
+
+    field = audit(encoder, BATCH, configs(pixel_values=False, grid=True))["grid"]
+    assert field.verdict is Verdict.MUST_MOVE
+    assert "all tensors on one device, please" in field.reason
+
+
+def test_what_a_consumer_raises_anyway_is_raised() -> None:
+    def encoder(pixel_values: Tensor) -> Tensor:
+        raise ZeroDivisionError("always")
+
+    with pytest.raises(ZeroDivisionError, match="always"):
+        audit(encoder, BATCH, configs(pixel_values=False, grid=True))
+
+
+@pytest.mark.parametrize(("batch", "marks"), [(BATCH, {"grid": True}), ({"grid": "text"}, configs(grid=True))])
+def test_what_is_no_field_is_an_error_that_names_it(batch: dict[str, Any], marks: Any) -> None:
+    with pytest.raises(FieldError) as caught:
+        audit(split_rows, batch, marks)
+    assert caught.value.field == "grid"
+
+
+# What a report says
+
+
+def test_a_report_reads_as_text_and_as_json() -> None:
+    report = audit(
+        PatchPositions(), TAKEN_BACK[0][2], configs(pixel_values=False, image_grid_thw=False, patch_positions=True)
+    )
+    text = str(report)
+    assert "patch_positions (image, batched, keep_on_cpu): MUST MOVE" in text
+    assert "image_grid_thw (image, batched, to the device): SHOULD STAY" in text
+    assert "pixel_values (image, batched, to the device): right" in text
+    assert text.splitlines()[-1] == "wrong marks: image_grid_thw, patch_positions"
+    data = json.loads(json.dumps(report.as_json()))
+    assert data["ok"] is False
+    assert data["suggested"] == {"pixel_values": False, "image_grid_thw": True, "patch_positions": False}
+    wrong = {field["field"]: field for field in data["fields"] if field["wrong"]}
+    assert wrong["patch_positions"]["verdict"] == "must move"
+    use = wrong["image_grid_thw"]["uses"][0]
+    assert (use["op"], use["function"], use["count"]) == ("tolist", "forward", 1)
+    assert use["file"].endswith("audit_stubs.py")
+    assert use["line"] > 0
+    assert report.suggestion()["image_grid_thw"] == {"modality": "image", "layout": "batched", "keep_on_cpu": True}
