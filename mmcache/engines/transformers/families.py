@@ -14,6 +14,7 @@ from mmcache.engines.transformers.adapter import Adapter, ItemTokens, Metadata
 from mmcache.errors import MediaError
 from mmcache.fields import FieldConfig, ItemFields
 from mmcache.items import MultimodalItem
+from mmcache.models import OnDevice
 
 __all__ = ["Idefics3", "Llava", "Qwen2Audio", "QwenVL"]
 
@@ -77,10 +78,12 @@ class QwenVL(Adapter):
 
     def encode(self, modality: str, kwargs: Mapping[str, Any], counts: Sequence[int]) -> list[Tensor]:
         """Run the encoder; see `Adapter.encode`."""
+        # The tower makes positions on the grid's device, which has to be its own.
+        on_device = OnDevice(self.device)
         if modality == "image":
-            output = self.model.get_image_features(kwargs["pixel_values"], kwargs["image_grid_thw"])
+            output = self.model.get_image_features(kwargs["pixel_values"], on_device(kwargs["image_grid_thw"]))
         else:
-            output = self.model.get_video_features(kwargs["pixel_values_videos"], kwargs["video_grid_thw"])
+            output = self.model.get_video_features(kwargs["pixel_values_videos"], on_device(kwargs["video_grid_thw"]))
         rows = list(output.pooler_output)
         if self.levels > 1:
             rows = [torch.cat(levels, dim=-1) for levels in zip(rows, *output.deepstack_features)]
