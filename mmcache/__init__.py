@@ -6,7 +6,7 @@ For every image, video and audio clip of a request it says which tensors the mod
 `merge`; `cache`, `ipc`; `engines`, `audit`; `replay`, `cli`. A room imports from rooms below it or beside it.
 """
 
-from mmcache.cache import CacheConfig, Lookup, MultimodalCache
+from mmcache.cache import CacheConfig, CacheEvent, Lookup, MultimodalCache
 from mmcache.errors import (
     ConfigError,
     ContentConflictError,
@@ -42,6 +42,7 @@ from mmcache.transfer import EncoderBatch, encoder_inputs
 __all__ = [
     "AudioSource",
     "CacheConfig",
+    "CacheEvent",
     "CacheStats",
     "ConfigError",
     "ContentConflictError",

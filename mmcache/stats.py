@@ -17,6 +17,7 @@ class CacheStats:
         items: needed and unneeded items of all lookups, by status when the lookup was released.
         bytes: bytes of their fields, by what became of them.
         encodes: encoder outputs that came in.
+        loads, failed_loads: outputs that tiers gave, and that they were believed to have and did not give.
         joins: lookups that got rows which another one encoded while they waited.
         takeovers: times that a waiter became the one to encode.
         evictions: entries dropped, by cause.
@@ -34,6 +35,8 @@ class CacheStats:
     items: Mapping[str, int]
     bytes: Mapping[str, int]
     encodes: int
+    loads: int
+    failed_loads: int
     joins: int
     takeovers: int
     evictions: Mapping[str, int]

@@ -2,6 +2,7 @@
 
 from mmcache.cache.cache import MultimodalCache
 from mmcache.cache.config import CacheConfig
+from mmcache.cache.events import CacheEvent
 from mmcache.cache.lookup import Lookup
 
-__all__ = ["CacheConfig", "Lookup", "MultimodalCache"]
+__all__ = ["CacheConfig", "CacheEvent", "Lookup", "MultimodalCache"]

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from mmcache.cache.config import CacheConfig
+from mmcache.cache.events import CacheEvent, EventBus, Listener
 from mmcache.cache.lookup import Lookup
+from mmcache.cache.tiering import TierLink
 from mmcache.errors import ConfigError, EmbeddingError, RequestError
 from mmcache.items import MultimodalRequest
 from mmcache.ledger import EncoderLedger, Entry, Ticket
-from mmcache.namespaces import Namespace
+from mmcache.namespaces import Namespace, namespace_fingerprint
 from mmcache.planning import check_window
 from mmcache.policies import make_policy
 from mmcache.prefix import PrefixIndex
 from mmcache.stats import CacheStats
 from mmcache.store import EmbeddingStore, check_rows
+from mmcache.tiers import Tier, TieredStats, TieredStore
 
 __all__ = ["MultimodalCache"]
 
@@ -33,11 +38,15 @@ class MultimodalCache:
         prefix: the cache's own prefix index, or None where the config leaves it out.
     """
 
-    def __init__(self, config: CacheConfig) -> None:
+    def __init__(self, config: CacheConfig, tiers: Sequence[Tier] = ()) -> None:
         """Make an empty cache.
 
+        Args:
+            config: its settings.
+            tiers: where embeddings live beside the cache's own memory, fastest first; the cache closes them.
+
         Raises:
-            ConfigError: the config names an unknown policy.
+            ConfigError: the config names an unknown policy, or a shared tier refuses its namespace.
         """
         self.config = config
         self.prefix = PrefixIndex(config.block_size, config.prefix_blocks) if config.prefix_blocks else None
@@ -52,6 +61,14 @@ class MultimodalCache:
         self._store = EmbeddingStore(config.device)
         self._dtypes: dict[str, torch.dtype] = {}
         self._orphans: deque[Ticket] = deque()
+        self._events = EventBus()
+        self._telling = threading.Lock()
+        self._tiers: TierLink | None = None
+        if tiers:
+            tiered = TieredStore(tiers, namespace=config.namespace, on_event=self._tier_event)
+            self._tiers = TierLink(
+                tiered, self._ledger, self._store, config.adapter_touches_encoder, self._fits, self._tell_stored
+            )
         self._prefix_asked = 0
         self._prefix_found = 0
 
@@ -102,6 +119,8 @@ class MultimodalCache:
             if match is not None:
                 match.release()
             raise
+        if self._tiers is not None and ticket.unsettled:
+            self._tiers.load(ticket)
         if self._budget.drops:
             self._apply_drops()
         return Lookup(self, ticket)
@@ -134,15 +153,17 @@ class MultimodalCache:
         rows_of = self._checked(lookup, embeddings)
         sizes = {index: rows.numel() * rows.element_size() for index, rows in rows_of.items()}
         self._drop(self._ledger.admit(ticket, sizes))
-        entries = {index: ticket.entries[index] for index in rows_of}
-        for index, rows in rows_of.items():
-            entry = entries[index]
+        entries = [(ticket.entries[index], rows) for index, rows in rows_of.items()]
+        for entry, rows in entries:
             if entry is not None:
                 self._store.put(entry.handle, rows, copy=copy)
+        if self._tiers is not None:
+            fresh = {e.identifier: self._store.get(e.handle) for e, _ in entries if e is not None and not e.detached}
+            self._tiers.write(lookup.request, {name: rows for name, rows in fresh.items() if rows is not None})
         self._ledger.settle(ticket, sizes, seconds)
         # An abort in another thread may have ended the reservation between the check and the copy.
-        self._store.drop(entry.handle for entry in entries.values() if entry is not None and entry.gone)
-        self._apply_drops()
+        self._store.drop(entry.handle for entry, _ in entries if entry is not None and entry.gone)
+        self._tell_stored([entry for entry, _ in entries if entry is not None])
 
     def _checked(
         self, lookup: Lookup, embeddings: Mapping[int, Tensor] | Sequence[Tensor] | Tensor
@@ -229,7 +250,9 @@ class MultimodalCache:
             WindowError: `num_computed_tokens` lies outside the request's tokens.
         """
         check_window(request, num_computed_tokens, None, None, 0)
-        self._ledger.announce(request, num_computed_tokens)
+        needed = self._ledger.announce(request, num_computed_tokens)
+        if self._tiers is not None:
+            self._tiers.prefetch(request, needed)
         self._apply_drops()
 
     def withdraw(self, request: MultimodalRequest | str) -> None:
@@ -254,6 +277,8 @@ class MultimodalCache:
         if namespace is not None and namespace != self.config.namespace:
             return
         self._ledger.invalidate(identifier)
+        if self._tiers is not None:
+            self._tiers.forget(identifier)
         if identifier is None:
             self._dtypes.clear()
         if prefix and self.prefix is not None:
@@ -263,6 +288,25 @@ class MultimodalCache:
     def clear(self, *, prefix: bool = False) -> None:
         """Forget all embeddings; see `invalidate`."""
         self.invalidate(prefix=prefix)
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Call `listener` with a `CacheEvent` for every embedding that is stored or removed, by tier, from now on.
+
+        It is called on whatever thread made the change, without a lock of the cache; it should return quickly.
+
+        Returns:
+            A function that ends the subscription.
+        """
+        return self._events.subscribe(listener)
+
+    def close(self) -> None:
+        """Write what waits to be written to the tiers, and close them. Idempotent; without tiers nothing to do."""
+        if self._tiers is not None:
+            self._tiers.tiers.close()
+
+    def tier_stats(self) -> TieredStats | None:
+        """Counters of the tiers, or None without tiers."""
+        return None if self._tiers is None else self._tiers.tiers.stats()
 
     def stats(self) -> CacheStats:
         """What the cache has done so far, and what it holds."""
@@ -293,3 +337,39 @@ class MultimodalCache:
 
     def _drop(self, entries: Sequence[Entry]) -> None:
         self._store.drop(entry.handle for entry in entries)
+        if self._events:
+            with self._telling:
+                for entry in entries:
+                    if entry.told:
+                        self._events.add(self._event("removed", entry))
+            self._events.deliver()
+
+    def _tell_stored(self, entries: Sequence[Entry]) -> None:
+        """Rows have come in: deal with what had to go for them, and tell the listeners."""
+        self._apply_drops()
+        if self._events:
+            with self._telling:
+                for entry in entries:
+                    if entry.cached and not entry.gone and entry.owner is None:
+                        entry.told = True
+                        self._events.add(self._event("stored", entry))
+            self._events.deliver()
+
+    def _event(self, kind: Literal["stored", "removed"], entry: Entry) -> CacheEvent:
+        salt, adapter, identifier = entry.content
+        return CacheEvent(
+            kind, "device", namespace_fingerprint(self.config.namespace, salt=salt, adapter=adapter), identifier
+        )
+
+    def _tier_event(self, kind: str, tier: str, namespace: str, identifier: str) -> None:
+        if self._events:
+            self._events.add(CacheEvent("stored" if kind == "stored" else "removed", tier, namespace, identifier))
+            self._events.deliver()
+
+    def _fits(self, modality: str, rows: Tensor) -> bool:
+        """Whether rows from a tier have the width and dtype of those that the encoder makes."""
+        row_bytes = self._ledger.row_bytes.get(modality)
+        return (
+            row_bytes in (None, rows.shape[1] * rows.element_size())
+            and self._dtypes.get(modality, rows.dtype) is rows.dtype
+        )

@@ -96,7 +96,7 @@ class EncoderLedger:
         """Encodes, joins, takeovers, stale and lost entries. Read only."""
         return self._table.counts
 
-    def content_of(self, request: MultimodalRequest, identifier: str) -> Hashable:
+    def content_of(self, request: MultimodalRequest, identifier: str) -> tuple[str | None, str | None, str]:
         """Equal for two items, of whatever requests, that share an embedding."""
         return self._table.content_of(request, identifier)
 
@@ -235,6 +235,35 @@ class EncoderLedger:
                     self._table.publish(entry, nbytes, None if seconds is None else seconds * rows[index] / total)
         self._wake()
 
+    # -- loads from tiers ----------------------------------------------------------------------------------------------
+
+    def owned(self, ticket: Ticket) -> list[Entry]:
+        """Entries that the lookup would encode and that others could share."""
+        return [entry for entry in ticket.unsettled or () if entry.owner is ticket and not entry.detached]
+
+    def delegate(self, ticket: Ticket, entry: Entry) -> bool:
+        """Have a tier load what the lookup owns; False if it does not own it any more."""
+        with self._lock:
+            return self._table.delegate(ticket, entry)
+
+    def reserve_load(self, request: MultimodalRequest, index: int) -> Entry | None:
+        """Reserve free room for a content that a tier will give, before anybody asks for it; None if there is none."""
+        with self._lock:
+            return self._table.reserve_load(request, index)
+
+    def loaded(self, entry: Entry, nbytes: int | None) -> None:
+        """A load has ended: with that many bytes in the store, or with nothing."""
+        with self._lock:
+            self._table.loaded(entry, nbytes)
+        self._wake()
+
+    def scopes(self) -> list[tuple[str | None, str | None]]:
+        """(salt, adapter) of all requests seen."""
+        with self._lock:
+            return list(self._table.scopes)
+
+    # -- ends of steps -------------------------------------------------------------------------------------------------
+
     def release(self, step: Step) -> bool:
         """End a step: give up what is still to be encoded or awaited; the request's pins stay. Idempotent.
 
@@ -304,7 +333,7 @@ class EncoderLedger:
         self._wake()
         return open_tickets
 
-    def announce(self, request: MultimodalRequest, num_computed_tokens: int = 0) -> None:
+    def announce(self, request: MultimodalRequest, num_computed_tokens: int = 0) -> list[int]:
         """The request waits in the queue: what it will need is evicted last, and what it holds becomes droppable.
 
         Announcing it again keeps its place. Its next lookup ends the announcement.
@@ -312,6 +341,9 @@ class EncoderLedger:
         Args:
             request: the request.
             num_computed_tokens: length of the prefix whose KV exists already, if known.
+
+        Returns:
+            Indices of the items that it will need.
         """
         _, _, needed = needed_items(request, num_computed_tokens, request.num_tokens)
         contents = list(dict.fromkeys(self._table.content_of(request, request._identifiers[i]) for i in needed))
@@ -322,6 +354,7 @@ class EncoderLedger:
                 for entry in [entry for entry in session.held if entry not in in_use]:
                     self._unhold(session, entry)
             self._line.announce(request.request_id, contents)
+        return needed
 
     def withdraw(self, request_id: str) -> None:
         """The request no longer waits. Idempotent."""
@@ -447,6 +480,8 @@ class EncoderLedger:
                 items=self._tally.items_by_status(),
                 bytes=self._tally.bytes_by_reason(),
                 encodes=counts["encodes"],
+                loads=counts["loads"],
+                failed_loads=counts["failed_loads"],
                 joins=counts["joins"],
                 takeovers=counts["takeovers"],
                 evictions=dict(budget.evictions),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
@@ -53,6 +53,7 @@ class Entry:
         waiters: lookups that wait for it.
         pins: requests that hold it.
         users: open lookups that use it, counted for uncached entries only.
+        told: whether listeners know that it is stored.
         written: whether rows may be in the store, announced or not.
         cost: seconds that encoding took, or None where nobody measured.
     """
@@ -73,6 +74,7 @@ class Entry:
         "since",
         "sized",
         "state",
+        "told",
         "users",
         "waiters",
         "written",
@@ -82,7 +84,7 @@ class Entry:
         self,
         handle: int,
         scope: dict[str, Entry],
-        content: Hashable,
+        content: tuple[str | None, str | None, str],
         identifier: str,
         modality: str,
         num_rows: int,
@@ -107,6 +109,7 @@ class Entry:
         self.users = 0
         self.cost: float | None = None
         self.written = False
+        self.told = False
 
     @property
     def gone(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from mmcache.items import MultimodalRequest
 from mmcache.ledger.budget import Budget
@@ -57,7 +57,7 @@ class EntryTable:
             scope = self.scopes[key] = {}
         return scope
 
-    def content_of(self, request: MultimodalRequest, identifier: str) -> Hashable:
+    def content_of(self, request: MultimodalRequest, identifier: str) -> tuple[str | None, str | None, str]:
         """What two items have in common if they share an embedding: (salt, adapter, identifier)."""
         return (request.cache_salt, request.adapter if self._split_by_adapter else None, identifier)
 
@@ -117,6 +117,41 @@ class EntryTable:
         ticket.unsettle(entry)
         return entry
 
+    def reserve_load(self, request: MultimodalRequest, index: int) -> Entry | None:
+        """An entry for a content that nobody has and a tier will give, if that needs nobody's room; else None."""
+        scope, identifier = self.scope_of(request), request._identifiers[index]
+        modality = request.items[index].modality
+        row_bytes = self.row_bytes.get(modality)
+        nbytes = (row_bytes or 0) * request._num_rows[index]
+        if row_bytes is None or identifier in scope or nbytes > self.budget.capacity - self.budget.used:
+            return None
+        self._next_handle += 1
+        content = self.content_of(request, identifier)
+        entry = Entry(
+            self._next_handle, scope, content, identifier, modality, request._num_rows[index], None, self._clock()
+        )
+        scope[identifier] = self.budget.entries[entry.handle] = entry
+        self.budget.reserve(entry, nbytes)
+        return entry
+
+    def delegate(self, ticket: Ticket, entry: Entry) -> bool:
+        """A tier loads what the lookup owned; the lookup is the first to wait for it."""
+        if entry.owner is not ticket or entry.state is not RESERVED or entry.detached:
+            return False
+        entry.owner = None
+        entry.waiters.insert(0, ticket)
+        return True
+
+    def loaded(self, entry: Entry, nbytes: int | None) -> None:
+        """A load has ended, with rows in the store or without; without, the first who waits encodes."""
+        if entry.state is not RESERVED or entry.owner is not None:
+            return
+        if nbytes is None:
+            self.counts["failed_loads"] += 1
+            self.abandon(entry)
+        else:
+            self.publish(entry, nbytes, None)
+
     def hold(self, ticket: Ticket, entry: Entry) -> None:
         """The lookup's request pins a ready entry until commit passes it."""
         self.budget.policy.touch(entry.handle)
@@ -163,9 +198,9 @@ class EntryTable:
         self.counts["lease_takeovers"] += 1
         self._supersede(entry)
 
-    def size(self, entry: Entry, nbytes: int, *, may_evict: bool) -> None:
+    def size(self, entry: Entry, nbytes: int, *, may_evict: bool, learn: bool = True) -> None:
         """The first rows of a modality tell the bytes of a row; an entry reserved before gets its room now."""
-        if entry.num_rows and not entry.detached:
+        if learn and entry.num_rows and not entry.detached:
             self.row_bytes.setdefault(entry.modality, nbytes // entry.num_rows)
         if not entry.sized:
             self.budget.reserve(entry, nbytes, may_evict=may_evict)
@@ -174,10 +209,12 @@ class EntryTable:
     def publish(self, entry: Entry, nbytes: int, cost: float | None) -> None:
         """The rows are in the store: whoever owned the entry or waited for it has it now."""
         self._freeze(entry)
-        self.size(entry, nbytes, may_evict=False)
+        loaded = entry.owner is None
+        # What the encoder makes is the measure of a row's width, not what lies in a tier.
+        self.size(entry, nbytes, may_evict=False, learn=not loaded)
         users = entry.waiters if entry.owner is None else [entry.owner, *entry.waiters]
         waiters, entry.owner, entry.waiters, entry.state, entry.cost = entry.waiters, None, [], READY, cost
-        self.counts["encodes"] += 1
+        self.counts["loads" if loaded else "encodes"] += 1
         self.counts["joins"] += len(waiters)
         if entry.cached:
             for user in users:
@@ -200,7 +237,7 @@ class EntryTable:
         """The lookup ends, or no longer needs the entry: give up what it owns, waits for, or uses uncached."""
         if entry.state is RESERVED:
             if entry.owner is ticket:
-                self._abandon(entry)
+                self.abandon(entry)
             elif ticket in entry.waiters:
                 entry.waiters.remove(ticket)
         elif entry.state is READY and not entry.cached:
@@ -208,7 +245,7 @@ class EntryTable:
             if not entry.users:
                 self.budget.forget(entry)
 
-    def _abandon(self, entry: Entry) -> None:
+    def abandon(self, entry: Entry) -> None:
         """The owner gives up: exactly one waiter takes over, or the reservation ends."""
         if not entry.waiters:
             self._unlist(entry)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from mmcache.ledger.records import READY, RESERVED, Ticket
@@ -26,11 +26,11 @@ class WaitingLine:
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
-        self.positions: dict[str, tuple[int, list[Hashable]]] = {}
+        self.positions: dict[str, tuple[int, Sequence[Hashable]]] = {}
         self._policy = policy if isinstance(policy, QueueAwarePolicy) else None
         self._last = 0
 
-    def announce(self, request_id: str, contents: list[Hashable]) -> None:
+    def announce(self, request_id: str, contents: Sequence[Hashable]) -> None:
         """The request waits, and will need these; if it waits already it keeps its place."""
         position = self.withdraw(request_id)
         if position is None:
@@ -41,7 +41,7 @@ class WaitingLine:
 
     def withdraw(self, request_id: str) -> int | None:
         """The request no longer waits; its place, if it did. Idempotent."""
-        position, contents = self.positions.pop(request_id, (None, []))
+        position, contents = self.positions.pop(request_id, (None, ()))
         if position is not None and self._policy is not None:
             self._policy.withdraw(position, contents)
         return position

@@ -1,0 +1,202 @@
+"""A cache over tiers: what one process encoded another loads, and no tier's fault reaches a request."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from builders import ROW_BYTES, images, request, rows_of
+from tier_faults import FaultyTier
+from tier_helpers import until
+
+from mmcache import CacheConfig, CacheEvent, MultimodalCache, MultimodalRequest, Namespace
+from mmcache.tiers import DiskTier, MemoryTier, Tier
+
+
+def one_image(name: str, identifier: str = "a", **kwargs: Any) -> MultimodalRequest:
+    return request(name, 6, images((1, 4), ids=[identifier]), **kwargs)
+
+
+def make(*tiers: Tier, rows: int = 100, **settings: Any) -> MultimodalCache:
+    settings.setdefault("namespace", Namespace(model="m", digest_scheme="blake3"))
+    return MultimodalCache(
+        CacheConfig(capacity_bytes=rows * ROW_BYTES, row_bytes={"image": ROW_BYTES}, **settings), tiers
+    )
+
+
+def flush(cache: MultimodalCache) -> None:
+    assert cache._tiers is not None
+    assert cache._tiers.tiers.flush(20)
+
+
+def step(cache: MultimodalCache, req: MultimodalRequest) -> list[str]:
+    """One step that waits for what is in flight; returns what it encoded."""
+    encoded = []
+    with cache.lookup(req, num_computed_tokens=0) as lookup:
+        while lookup.missing or lookup.in_flight:
+            for index in lookup.missing:
+                item = req.items[index]
+                encoded.append(item.identifier)
+                cache.insert(lookup, {index: rows_of(item.identifier, item.placeholder.num_embeds)})
+            if lookup.in_flight:
+                lookup.wait(20)
+        for index in lookup.stored:
+            item = req.items[index]
+            assert torch.equal(lookup.rows(index), rows_of(item.identifier, item.placeholder.num_embeds))
+    cache.finish(req)
+    return encoded
+
+
+def learn(cache: MultimodalCache, req: MultimodalRequest) -> None:
+    """The request waits in the queue, which is when the tiers are asked."""
+    cache.announce(req)
+    assert cache._tiers is not None
+    keys = [cache._tiers.key(req, item.identifier) for item in req.items]
+    until(lambda: cache._tiers.tiers.known(keys) == set(keys))
+    cache.announce(req)
+
+
+def test_what_was_evicted_is_loaded_and_not_encoded_again() -> None:
+    cache = make(MemoryTier(1 << 20), rows=4)
+    assert step(cache, one_image("r1", "a")) == ["a"]
+    assert step(cache, one_image("r2", "b")) == ["b"]
+    flush(cache)
+    assert step(cache, one_image("r3", "a")) == []
+    assert cache.stats().loads == 1
+    cache.close()
+
+
+def test_another_process_loads_from_disk(tmp_path: Path) -> None:
+    first = make(DiskTier(tmp_path, 1 << 20))
+    step(first, one_image("r1"))
+    first.close()
+    second = make(DiskTier(tmp_path, 1 << 20))
+    req = one_image("r2")
+    learn(second, req)
+    until(lambda: second.stats().loads == 1)
+    lookup = second.lookup(req, num_computed_tokens=0)
+    assert lookup.stored == (0,)
+    assert torch.equal(lookup.rows(0), rows_of("a", 4))
+    second.close()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"salt": "s"}, {"salt": ""}, {"adapter": "x"}, {"namespace": Namespace(model="other", digest_scheme="blake3")}],
+)
+def test_other_salts_adapters_and_models_never_hit(tmp_path: Path, other: dict[str, Any]) -> None:
+    namespace = other.pop("namespace", None)
+    first = make(DiskTier(tmp_path, 1 << 20))
+    step(first, one_image("r1"))
+    first.close()
+    second = make(DiskTier(tmp_path, 1 << 20), **({"namespace": namespace} if namespace else {}))
+    req = one_image("r2", **other)
+    second.announce(req)
+    step(second, one_image("r3", "b", **other))
+    flush(second)
+    assert step(second, req) == ["a"]
+    assert second.stats().loads == 0
+    second.close()
+
+
+def test_a_load_that_fails_makes_the_item_this_request_s_to_encode(tmp_path: Path) -> None:
+    cache = make(DiskTier(tmp_path, 1 << 20), rows=4)
+    step(cache, one_image("r1", "a"))
+    flush(cache)
+    step(cache, one_image("r2", "b"))
+    for path in tmp_path.rglob("*"):
+        if path.is_file() and path.stat().st_size and "sqlite" not in path.name and "index" not in path.name:
+            path.write_bytes(b"\0" * path.stat().st_size)
+    assert step(cache, one_image("r3", "a")) == ["a"]
+    assert cache.stats().failed_loads == 1
+    cache.close()
+
+
+def test_waiters_share_one_load_and_one_takes_over_when_it_fails() -> None:
+    tier = FaultyTier(MemoryTier(1 << 20))
+    cache = make(tier, rows=4)
+    step(cache, one_image("r1", "a"))
+    step(cache, one_image("r2", "b"))
+    flush(cache)
+    tier.hang()
+    lookups = [cache.lookup(one_image(f"w{i}", "a"), num_computed_tokens=0) for i in range(3)]
+    assert [lookup.in_flight for lookup in lookups] == [(0,)] * 3
+    until(lambda: any(lookup.missing for lookup in lookups))
+    tier.go_on()
+    assert sorted(len(lookup.missing) for lookup in lookups) == [0, 0, 1]
+    for lookup in lookups:
+        if lookup.missing:
+            cache.insert(lookup, [rows_of("a", 4)])
+    assert all(lookup.stored == (0,) for lookup in lookups)
+    cache.close()
+
+
+def test_rows_that_do_not_fit_are_a_miss() -> None:
+    memory = MemoryTier(1 << 20)
+    first = make(memory)
+    lookup = first.lookup(request("r1", 9, images((1, 7), ids="a")), num_computed_tokens=0)
+    first.insert(lookup, [rows_of("a", 7)])
+    flush(first)
+    second = make(memory)
+    req = one_image("r2", "a")
+    learn(second, req)
+    until(lambda: second.stats().failed_loads == 1)
+    assert step(second, req) == ["a"]
+
+
+def test_invalidated_contents_are_gone_from_the_tiers_as_well(tmp_path: Path) -> None:
+    cache = make(DiskTier(tmp_path, 1 << 20))
+    for name in ("a", "b"):
+        step(cache, one_image(name, name))
+    flush(cache)
+    cache.invalidate(identifier="a")
+    assert step(cache, one_image("r1", "a")) == ["a"]
+    assert step(cache, one_image("r2", "b")) == []
+    cache.invalidate()
+    assert step(cache, one_image("r3", "b")) == ["b"]
+    cache.close()
+
+
+def test_a_shared_tier_refuses_a_namespace_without_strong_digests(tmp_path: Path) -> None:
+    from mmcache import ConfigError
+    from mmcache.tiers import RedisTier
+
+    with pytest.raises(ConfigError, match="digest"):
+        make(RedisTier("redis://127.0.0.1:1"), namespace=Namespace(model="m", digest_scheme="xxh3_128"))
+
+
+def test_listeners_learn_what_is_stored_and_removed_in_order() -> None:
+    cache = make(MemoryTier(1 << 20), rows=4)
+    events: list[CacheEvent] = []
+    stop = cache.subscribe(events.append)
+    cache.subscribe(lambda event: 1 / 0)
+    step(cache, one_image("r1", "a"))
+    step(cache, one_image("r2", "b"))
+    flush(cache)
+    until(lambda: sum(event.tier != "device" for event in events) == 2)
+    device = [(event.kind, event.identifier) for event in events if event.tier == "device"]
+    assert device == [("stored", "a"), ("removed", "a"), ("stored", "b")]
+    assert len({event.namespace for event in events}) == 1
+    stop()
+    step(cache, one_image("r3", "c"))
+    assert len(events) == 5
+    cache.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_faults_cost_time_and_nothing_else(seed: int) -> None:
+    """Random faults of the tier under random requests: no wrong row (`step` compares them), no failed request."""
+    rng = random.Random(seed)
+    tier = FaultyTier(MemoryTier(40 * ROW_BYTES * 20), seed=seed, rate=0.3)
+    cache = make(tier, rows=12)
+    for turn in range(60):
+        names = rng.sample("abcdefgh", rng.randint(1, 3))
+        req = request(f"r{turn}", 20, images(*((i * 5, 4) for i in range(len(names))), ids=names))
+        if rng.random() < 0.5:
+            cache.announce(req)
+        step(cache, req)
+        cache._ledger.check()
+    cache.close()
