@@ -69,9 +69,7 @@ class QwenVL(Adapter):
     def item_tokens(self, fields: ItemFields) -> ItemTokens:
         """The tokens of one item; see `Adapter.item_tokens`."""
         kind = "image" if "image_grid_thw" in fields else "video"
-        grid = fields[f"{kind}_grid_thw"]
-        assert isinstance(grid, Tensor)
-        count = int(grid.prod()) // self.merge
+        count = int(torch.as_tensor(fields[f"{kind}_grid_thw"]).prod()) // self.merge
         return ItemTokens(
             [self.token(f"<{kind}>")] * count, None, (self.token("<vision_start>"),), (self.token("<vision_end>"),)
         )
