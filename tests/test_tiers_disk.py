@@ -407,6 +407,28 @@ class TestDegraded:
 
             assert Child(work).wait() == 0
 
+    def test_one_file_that_cannot_be_read_or_removed_harms_no_other(self, tmp_path, caplog):
+        with TieredStore([DiskTier(tmp_path, 1 << 20)], namespace=NAMESPACE) as store:
+            keys = [store.key(name) for name in "abc"]
+            for key in keys[:2]:
+                store.put(key, rows_of(key.identifier))
+            assert store.flush(10)
+            path = path_of(tmp_path, keys[0])
+            path.unlink()
+            path.mkdir()
+            with caplog.at_level(logging.WARNING, "mmcache.tiers"):
+                for _ in range(5):
+                    assert set(store.fetch(keys[:2])) == {keys[1]}
+            store.put(keys[2], rows_of("c"))
+            until(lambda: tuple(store.known(keys[2:])) and not store.stats().tiers[0].queued_bytes)
+            assert set(store.fetch(keys)) == {keys[1], keys[2]}
+            assert len([record for record in caplog.records if "takes no removals" in record.message]) == 1
+            path.rmdir()
+            assert store.flush(10)
+            store.put(keys[0], rows_of("a"))
+            assert store.flush(10)
+            assert set(store.fetch(keys)) == set(keys)
+
     def test_a_full_disk(self, tmp_path, caplog):
         # A limit on the size of files stands for a device without room: writes stop in the middle
         def work():

@@ -7,7 +7,7 @@ import torch
 from tier_helpers import key_of, read, rows_of, same_bits, write
 from tier_servers import MooncakeCluster, RedisServer
 
-from mmcache.errors import TierError, UnsupportedError
+from mmcache.errors import ConfigError, TierError, UnsupportedError
 from mmcache.tiers import DiskTier, Entry, MemoryTier, MooncakeTier, RedisTier, Tier, decode_entry, encode_entry
 
 SERVERS = pytest.mark.server
@@ -247,3 +247,14 @@ def test_slices_of_a_batch_do_not_keep_the_batch_alive_in_memory():
     key = key_of("a")
     tier.put_many({key: encode_entry(key, batch[10:12])})
     assert tier.get_many([key])[key].payload.untyped_storage().nbytes() == 2 * 16 * 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="page-locked memory is to be had here")
+def test_page_locked_memory_without_a_gpu_is_an_error_at_once(tmp_path):
+    for make in (
+        lambda: MemoryTier(1 << 20, pinned=True),
+        lambda: DiskTier(tmp_path / "s", 1 << 20, pinned=True),
+        lambda: RedisTier("redis://127.0.0.1", pinned=True),
+    ):
+        with pytest.raises(ConfigError, match="GPU"):
+            make()

@@ -12,6 +12,7 @@ opens the directory next removes both. Nothing is synced to the device: after a 
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sqlite3
@@ -26,7 +27,7 @@ from mmcache.errors import ConfigError, TierError
 from mmcache.tiers.disk_files import EntryFiles
 from mmcache.tiers.disk_index import DiskIndex, IndexRow, Notes
 from mmcache.tiers.disk_recovery import announce_owner, drop_dead_reservations, recover, start_anew
-from mmcache.tiers.entry import Entry, Key
+from mmcache.tiers.entry import Entry, Key, check_pinning, host_bytes
 from mmcache.tiers.protocol import PutOutcome, StoredEntry, TierUsage
 
 __all__ = ["DiskTier"]
@@ -52,7 +53,7 @@ class DiskTier:
         name: name for counters and events.
 
     Raises:
-        ConfigError: the budget is not positive.
+        ConfigError: the budget is not positive, or memory cannot be page-locked.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class DiskTier:
     ) -> None:
         if capacity_bytes <= 0:
             raise ConfigError("a tier needs room", field="capacity_bytes", found=capacity_bytes, expected="> 0")
+        check_pinning(pinned)
         self.name = name
         self.directory = Path(directory)
         self._capacity = capacity_bytes
@@ -113,7 +115,9 @@ class DiskTier:
             except FileNotFoundError:
                 lost.append(key.name)
             except OSError as error:
-                raise TierError(f"reading failed: {error}", field=self.name) from error
+                if error.errno not in (errno.EIO, errno.EISDIR):
+                    raise TierError(f"reading failed: {error}", field=self.name) from error
+                found[key] = Entry(b"", host_bytes(0))  # this file, not the directory: it does not decode and goes
         now = time.time_ns()
         with self._lock:
             self._notes.used.update((key.name, now) for key in found)

@@ -36,6 +36,7 @@ __all__ = [
     "EntryInfo",
     "Expected",
     "Key",
+    "check_pinning",
     "decode_entry",
     "encode_entry",
     "header_bytes",
@@ -149,6 +150,16 @@ class Expected:
         """Whether rows `[num_embeds, width]` are of use."""
         have = (rows.shape[0], rows.shape[1], rows.dtype)
         return all(want in (None, found) for want, found in zip((self.rows, self.width, self.dtype), have, strict=True))
+
+
+def check_pinning(pinned: bool) -> None:
+    """Refuse page-locked memory where there is no GPU to copy it to.
+
+    Raises:
+        ConfigError: it is asked for and not to be had.
+    """
+    if pinned and not torch.cuda.is_available():
+        raise ConfigError("page-locked memory needs a GPU", field="pinned", found="no GPU", expected="pinned=False")
 
 
 def host_bytes(nbytes: int, *, pinned: bool = False) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from threading import Lock
 
 from mmcache.errors import ConfigError, TierError
-from mmcache.tiers.entry import Entry, Key, host_bytes
+from mmcache.tiers.entry import Entry, Key, check_pinning, host_bytes
 from mmcache.tiers.protocol import PutOutcome, StoredEntry, TierUsage
 
 __all__ = ["MemoryTier"]
@@ -34,6 +34,7 @@ class MemoryTier:
     def __init__(self, capacity_bytes: int, *, pinned: bool = False, name: str = "memory") -> None:
         if capacity_bytes <= 0:
             raise ConfigError("a tier needs room", field="capacity_bytes", found=capacity_bytes, expected="> 0")
+        check_pinning(pinned)
         self.name = name
         self._capacity = capacity_bytes
         self._pinned = pinned

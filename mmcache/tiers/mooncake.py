@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from mmcache.errors import ConfigError, TierError, UnsupportedError
-from mmcache.tiers.entry import Entry, Key, header_bytes, host_bytes, writable_view
+from mmcache.tiers.entry import Entry, Key, check_pinning, header_bytes, host_bytes, writable_view
 from mmcache.tiers.protocol import PutOutcome, StoredEntry, TierUsage
 from mmcache.tiers.remote import DEFAULT_LARGEST_ENTRY, key_prefix, remote_name
 
@@ -76,6 +76,7 @@ class MooncakeTier:
             make = import_module("mooncake.store").MooncakeDistributedStore
         except ImportError as error:
             raise ConfigError("Mooncake needs an extra: pip install mmcache[mooncake]", field="mooncake") from error
+        check_pinning(pinned)
         self.name = name
         self.shared = not one_trust_domain
         self._make: Any = make

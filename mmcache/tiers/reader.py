@@ -25,6 +25,7 @@ __all__ = ["TierReader"]
 
 _log = logging.getLogger("mmcache.tiers")
 _KEYS_A_CALL = 128
+_KEYS_A_DEADLINE = 8
 
 _V = TypeVar("_V")
 Found: TypeAlias = "dict[Key, tuple[Tensor, Entry]]"
@@ -35,7 +36,7 @@ class TierReader:
 
     Args:
         tier: the tier.
-        deadline: seconds in which it has to answer.
+        deadline: seconds in which it has to answer, for every eight keys of a question.
         knowledge: what is known of its contents; kept up to date.
         counters: counters of the tier.
         timers: for deadlines and probes.
@@ -74,7 +75,7 @@ class TierReader:
     def submit(self, ask: Ask) -> None:
         """Ask the tier; the ask is settled within the deadline, whatever the tier does."""
         self._counters.add(asked=len(ask.keys))
-        self._timers.after(self._deadline, lambda: self._expire(ask))
+        self._timers.after(self._allowed(ask.keys), lambda: self._expire(ask))
         self._queue.put(ask)
 
     def learn(self, keys: Sequence[Key]) -> None:
@@ -176,9 +177,12 @@ class TierReader:
                 _log.error("tier %s: unexpected error", self._tier.name, exc_info=error)
             self._failed(error, keys[0])
             return None
-        if time.monotonic() - start <= self._deadline:
+        if time.monotonic() - start <= self._allowed(keys):
             self._worked()
         return answer
+
+    def _allowed(self, keys: Sequence[Key]) -> float:
+        return self._deadline * max(1.0, len(keys) / _KEYS_A_DEADLINE)
 
     # -- the breaker
 
@@ -186,7 +190,9 @@ class TierReader:
         fetch = ask.settle()
         if fetch is not None:
             self._counters.add(timeouts=len(ask.keys))
-            self._failed(TierError(f"no answer within {self._deadline:g} s", field=self._tier.name), ask.keys[0])
+            self._failed(
+                TierError(f"no answer within {self._allowed(ask.keys):g} s", field=self._tier.name), ask.keys[0]
+            )
             self._on_expired(ask, fetch)
 
     def _failed(self, error: Exception, key: Key) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mmcache.errors import ConfigError, DamagedEntryError, TierError
-from mmcache.tiers.entry import MAX_IDENTIFIER_BYTES, Entry, Key, join_entry, read_header, split_entry
+from mmcache.tiers.entry import MAX_IDENTIFIER_BYTES, Entry, Key, check_pinning, join_entry, read_header, split_entry
 from mmcache.tiers.protocol import PutOutcome, StoredEntry, TierUsage
 from mmcache.tiers.remote import DEFAULT_LARGEST_ENTRY, key_prefix, remote_name
 
@@ -50,6 +50,7 @@ class RedisTier:
         for field, value in (("ttl_seconds", ttl_seconds), ("timeout", timeout), ("largest_entry", largest_entry)):
             if value <= 0:
                 raise ConfigError("must be positive", field=field, found=value, expected="> 0")
+        check_pinning(pinned)
         self.name = name
         self.shared = not one_trust_domain
         self._ttl_ms = max(1, int(ttl_seconds * 1000))

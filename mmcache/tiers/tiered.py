@@ -48,7 +48,7 @@ class TieredStore:
     Args:
         tiers: in the order in which they are asked; the store owns and closes them.
         namespace: what all keys of this store live under.
-        deadline: seconds that each tier has to answer a look-up.
+        deadline: seconds that each tier has to answer a look-up, for every eight keys of it (they may be megabytes).
         write_behind_bytes: bytes that may wait to be written to a tier, for each tier.
         on_event: called on the store's threads, outside its locks; exceptions are counted and logged.
 

@@ -7,6 +7,7 @@ Removals are never dropped: until the tier has taken one, its key is not read fr
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from threading import Condition, Thread
@@ -24,6 +25,7 @@ __all__ = ["TierWriter"]
 _log = logging.getLogger("mmcache.tiers")
 _ENTRIES_A_CALL = 32
 _BYTES_A_CALL = 64 << 20
+_RETRY_SECONDS = 0.5
 
 
 class TierWriter:
@@ -48,7 +50,7 @@ class TierWriter:
         on_stored: Callable[[Sequence[Key]], None],
         on_removed: Callable[[Sequence[Key]], None],
     ) -> None:
-        self._breaker = CircuitBreaker(retry_seconds=0.5)
+        self._breaker = CircuitBreaker(retry_seconds=_RETRY_SECONDS)
         self._tier = tier
         self._capacity = capacity_bytes
         self._knowledge = knowledge
@@ -63,7 +65,9 @@ class TierWriter:
         self._clears: dict[str | None, None] = {}
         self._busy = False
         self._stopping = False
-        self._warned = False
+        self._writing = _Attempts("takes no writes, they are dropped")
+        self._removing = _Attempts("takes no removals, they wait")
+        self._removals_at = 0.0
         self._thread = Thread(target=self._run, name=f"mmcache-{tier.name}-write", daemon=True)
         self._thread.start()
 
@@ -140,28 +144,48 @@ class TierWriter:
                 self._busy = False
                 self._condition.notify_all()
                 while not self._stopping and not self._ready():
-                    self._condition.wait(self._breaker.probe_due())
+                    self._condition.wait(self._pause())
                 if self._stopping:
                     return
                 self._busy = True
-                removals, clears = list(self._removals), list(self._clears)
-                batch = [] if removals or clears else self._take_batch()
-            try:
-                if removals or clears:
-                    self._remove(removals, clears)
-                else:
-                    self._put(batch)
-            except Exception as error:  # a tier that raises anything else is as broken, and must not end the thread
-                self._failed(error)
-            else:
+                due = self._removals_at <= time.monotonic()
+                removals, clears = (list(self._removals), list(self._clears)) if due else ([], [])
+                batch = self._take_batch()
+            if removals or clears:
+                removed = self._attempt(self._removing, self._remove, removals, clears)
+                self._removals_at = 0.0 if removed else time.monotonic() + _RETRY_SECONDS
+            if batch and self._attempt(self._writing, self._put, batch):
                 self._breaker.success()
-                self._warned = False
+
+    def _attempt(self, attempts: _Attempts, work: Callable[..., None], *arguments: object) -> bool:
+        try:
+            work(*arguments)
+        except Exception as error:  # a tier that raises anything else is as broken, and must not end the thread
+            if not isinstance(error, TierError):
+                _log.error("tier %s: unexpected error", self._tier.name, exc_info=error)
+            if not attempts.warned:
+                attempts.warned = True
+                _log.warning("tier %s %s until it works again: %s", self._tier.name, attempts.failure, error)
+            if attempts is self._writing and self._breaker.failure():
+                self._counters.add(opened=1)
+            return False
+        attempts.warned = False
+        return True
 
     def _ready(self) -> bool:
+        if self._has_removals() and self._removals_at <= time.monotonic():
+            return True
         if self._breaker.allows:
-            return bool(self._queued) or self._has_removals()
+            return bool(self._puts)
         self._drop_all()
         return False
+
+    def _pause(self) -> float | None:
+        """Seconds until something that waits is due, or None if it is told."""
+        due = [self._breaker.probe_due()]
+        if self._has_removals():
+            due.append(self._removals_at - time.monotonic())
+        return min((max(seconds, 0.001) for seconds in due if seconds is not None), default=None)
 
     def _has_removals(self) -> bool:
         return bool(self._removals or self._clears)
@@ -225,15 +249,6 @@ class TierWriter:
             gone += self._knowledge.discard_namespace(namespace)
         self._report_removed(gone)
 
-    def _failed(self, error: Exception) -> None:
-        if not self._warned:
-            self._warned = True
-            _log.warning("tier %s takes no writes, they are dropped until it does: %s", self._tier.name, error)
-        if not isinstance(error, TierError):
-            _log.error("tier %s: unexpected error", self._tier.name, exc_info=error)
-        if self._breaker.failure():
-            self._counters.add(opened=1)
-
     def _forget(self, key: Key) -> None:
         item = self._queued.pop(key, None)
         if item is not None and not item.writing:
@@ -248,6 +263,14 @@ class TierWriter:
     def _report_removed(self, keys: Sequence[Key]) -> None:
         if keys:
             self._on_removed(keys)
+
+
+class _Attempts:
+    __slots__ = ("failure", "warned")
+
+    def __init__(self, failure: str) -> None:
+        self.failure = failure
+        self.warned = False
 
 
 class _Item:
