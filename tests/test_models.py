@@ -135,6 +135,23 @@ def test_a_flat_field_is_batched_where_there_is_one_entry_an_item() -> None:
     assert field_configs("NemotronH_Nano_VL_V2", dynamic, "vllm")["pixel_values_flat"].layout == "batched"
 
 
+def test_images_that_nobody_counted_crops_of_are_one_crop_each() -> None:
+    assert field_configs("gemma3", {"pixel_values": torch.zeros(2, 3, 4, 4)})["pixel_values"].layout == "batched"
+    chunks = {"input_features": torch.zeros(2, 8, 4), "input_features_mask": torch.ones(2, 4)}
+    assert field_configs("moss_transcribe_diarize", chunks)["input_features"].layout == "batched"
+
+
+def test_a_batch_of_no_items_is_a_batch() -> None:
+    batch = {
+        "pixel_values": torch.zeros(0, 4),
+        "image_embeds": torch.zeros(0, 8),
+        "image_grid_thw": torch.zeros(0, 3, dtype=torch.int64),
+    }
+    assert sizes("qwen2_vl", batch, "pixel_values") == []
+    assert sizes("qwen2_vl", batch, "image_embeds") == []
+    assert field_configs("qwen2_vl", {}) == {}
+
+
 def test_missing_sizes_are_an_error_that_names_them() -> None:
     with pytest.raises(FieldError, match="image_grid_thw") as caught:
         field_configs("qwen2_vl", {"pixel_values": torch.zeros(4, 2)})

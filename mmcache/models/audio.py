@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mmcache.models.entries import NOT_IN_TRANSFORMERS, B, F, Family, declared, tables
-from mmcache.models.sizes import counts
+from mmcache.models.sizes import counts, where
 
 __all__ = ["AUDIO_FAMILIES", "PACKED_AUDIO"]
 
@@ -14,11 +14,12 @@ PACKED_AUDIO = (
 )
 """Spectra of all clips one behind the other, their lengths on the CPU; the consumer copies these itself."""
 
+_CHUNKS = where("audio_chunk_counts", counts("audio_chunk_counts"))
 _MOSS = (
-    F("input_features", "audio", counts("audio_chunk_counts")),
+    F("input_features", "audio", _CHUNKS),
     B("audio_chunk_counts", "audio", cpu=True),
     *declared(
-        F("audio_feature_lengths", "audio", counts("audio_chunk_counts")),
+        F("audio_feature_lengths", "audio", _CHUNKS),
         B("audio_token_lengths", "audio", cpu=True),
         B("audio_embeds", "audio"),
     ),
@@ -59,7 +60,7 @@ AUDIO_FAMILIES = (
         tables(
             (
                 *_MOSS,
-                F("input_features_mask", "audio", counts("audio_chunk_counts")),
+                F("input_features_mask", "audio", _CHUNKS),
                 B("padding_mask", "audio", cpu=True),
             ),
             _MOSS,

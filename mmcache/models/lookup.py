@@ -135,8 +135,8 @@ def _guess(
 ) -> FieldConfig:
     """A layout for a field that nobody listed: batched or flat where its length fits, else shared; to the device."""
     modalities = sorted({entry.modality for entry in table.fields if entry.modality in items}) or ["image"]
-    named = [modality for modality in modalities if modality in name]
-    modality = named[0] if named else table.others or ("image" if "image" in modalities else modalities[0])
+    named = sorted((modality for modality in modalities if modality in name), key=len)
+    modality = named[-1] if named else table.others or ("image" if "image" in modalities else modalities[0])
     length = len(value) if not isinstance(value, Tensor) or value.dim() else None
     count = items.get(modality)
     if count is None or length == count:

@@ -140,6 +140,8 @@ def _divided(patches: Sizes) -> Sizes:
         if isinstance(value, (list, tuple)) and rows == len(sizes):
             return None
         total = sum(sizes)
+        if not total and not rows:
+            return sizes
         ratio = total // rows if rows else 0
         if not ratio or ratio * rows != total or any(size % ratio for size in sizes):
             raise FieldError("its rows do not divide the patches of the grids", field=field, expected=sizes, found=rows)

@@ -25,6 +25,7 @@ _INTERNVL_COUNTS = (
     B("video_num_patches", "video", cpu=True),
     S("video_token_id", "video", cpu=True),
 )
+_CROPS = where("num_crops", counts("num_crops", plus=1))
 _MOLMO2 = (
     F("pixel_values", "image", counts("image_num_crops")),
     F("image_token_pooling", "image", where("image_grids", pairs("image_grids"), counts("image_num_pooled_patches"))),
@@ -114,11 +115,7 @@ VISION_FAMILIES = (
         ("gemma3", "Gemma3ForConditionalGeneration", "Gemma3Model"),
         tables(
             (
-                F(
-                    "pixel_values",
-                    "image",
-                    where("num_patches", counts("num_patches"), counts("num_crops", plus=1)),
-                ),
+                F("pixel_values", "image", where("num_patches", counts("num_patches"), _CROPS)),
                 B("num_patches", "image", cpu=True),
                 *declared(B("num_crops", "image", cpu=True)),
             ),
