@@ -181,7 +181,8 @@ class MultimodalRequest:
         """Raise for the first of the new items that does not fit the request and those before it."""
         known: dict[str, tuple[int, MultimodalItem]] = {}
         last = self.items[-1].placeholder.offset if self.items else 0
-        max_end, open_items = self._max_end, [*enumerate(self.items)] if self._max_end > last else []
+        max_end = self._max_end
+        open_items: list[tuple[int, MultimodalItem]] | None = None
         for index, item in enumerate(items, len(self.items)):
             if type(item) is not MultimodalItem:
                 raise RequestError(
@@ -207,7 +208,9 @@ class MultimodalRequest:
                     found=f"[{offset}, {end})",
                 )
             if offset < max_end:
-                open_items = [(i, o) for i, o in open_items if o.placeholder.end_row > offset]
+                # Only now look at the items before: a conversation that just grows never does.
+                candidates = enumerate(self.items) if open_items is None else open_items
+                open_items = [(i, o) for i, o in candidates if o.placeholder.end_row > offset]
                 for other_index, other in open_items:
                     position = place.common_row(other.placeholder)
                     if position is not None:

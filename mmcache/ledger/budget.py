@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from mmcache.errors import MMCacheError
 from mmcache.ledger.records import GONE, READY, RESERVED, Entry
@@ -51,18 +52,27 @@ class Budget:
             self.used += nbytes
             self.fixed += nbytes
 
-    def pin(self, entry: Entry) -> None:
-        """One more request holds a ready entry."""
-        if not entry.pins and entry.cached:
-            self.policy.remove(entry.handle)
-            self.fixed += entry.nbytes
-        entry.pins += 1
+    def pin(self, entries: Sequence[Entry]) -> None:
+        """One more request holds these ready entries, and uses them."""
+        for entry in entries:
+            if not entry.pins:
+                self.fixed += entry.nbytes
+            entry.pins += 1
+        self.policy.pin([entry.handle for entry in entries])
 
-    def unpin(self, entry: Entry) -> None:
-        """One request fewer holds a ready entry; without holders it may be evicted."""
-        entry.pins -= 1
-        if not entry.pins and entry.state is READY:
-            self.settle(entry)
+    def unpin(self, entries: Iterable[Entry]) -> None:
+        """One request fewer holds these; what nobody holds any more may be evicted."""
+        back = []
+        for entry in entries:
+            entry.pins -= 1
+            if not entry.pins and entry.state is READY:
+                if entry.ranked:
+                    self.fixed -= entry.nbytes
+                    back.append(entry.handle)
+                else:
+                    self.settle(entry)
+        if back:
+            self.policy.unpin(back)
 
     def settle(self, entry: Entry) -> None:
         """A ready, cached entry has no holder: hand it to the policy, or drop it if nobody can find it any more."""
@@ -71,7 +81,14 @@ class Budget:
             self._release(entry)
             self.drops.append(entry)
         else:
+            entry.ranked = True
             self.policy.add(entry.handle, entry.nbytes, 1.0 if entry.cost is None else entry.cost, entry.content)
+
+    def unrank(self, entry: Entry) -> None:
+        """A ready entry that is pinned can no longer be found: when its pins go it is dropped, not evicted."""
+        if entry.ranked:
+            entry.ranked = False
+            self.policy.remove(entry.handle)
 
     def uncache(self, entry: Entry) -> None:
         """A reserved entry will not be cached after all: give its room back."""
@@ -83,7 +100,7 @@ class Budget:
 
     def remove(self, entry: Entry, cause: str) -> None:
         """Drop a ready entry that nobody pins."""
-        self.policy.remove(entry.handle)
+        self.unrank(entry)
         self.evictions[cause] += 1
         if entry.scope.get(entry.identifier) is entry:
             del entry.scope[entry.identifier]
@@ -103,8 +120,7 @@ class Budget:
         """Workers no longer have a ready entry."""
         if entry.pins:
             self.fixed -= entry.nbytes
-        elif entry.cached:
-            self.policy.remove(entry.handle)
+        self.unrank(entry)
         self._release(entry)
         self.drops.append(entry)  # other workers may still have it
 

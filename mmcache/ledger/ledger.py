@@ -326,8 +326,7 @@ class EncoderLedger:
             if session is not None:
                 for ticket in open_tickets:
                     self._close(ticket)
-                for entry in session.held:
-                    self._table.budget.unpin(entry)
+                self._table.budget.unpin(session.held)
                 session.held.clear()
                 session.passed.clear()
         self._wake()
@@ -365,7 +364,7 @@ class EncoderLedger:
         session.passed.pop(entry, None)
         if entry in session.held:
             del session.held[entry]
-            self._table.budget.unpin(entry)
+            self._table.budget.unpin((entry,))
 
     # -- validity ------------------------------------------------------------------------------------------------------
 

@@ -53,6 +53,7 @@ class Entry:
         waiters: lookups that wait for it.
         pins: requests that hold it.
         users: open lookups that use it, counted for uncached entries only.
+        ranked: whether the eviction policy knows it, as a candidate or as pinned.
         told: whether listeners know that it is stored.
         written: whether rows may be in the store, announced or not.
         cost: seconds that encoding took, or None where nobody measured.
@@ -70,6 +71,7 @@ class Entry:
         "num_rows",
         "owner",
         "pins",
+        "ranked",
         "scope",
         "since",
         "sized",
@@ -108,6 +110,7 @@ class Entry:
         self.pins = 0
         self.users = 0
         self.cost: float | None = None
+        self.ranked = False
         self.written = False
         self.told = False
 

@@ -66,8 +66,8 @@ class EntryTable:
         request, held, entries = ticket.request, ticket.session.held, ticket.entries
         scope = self.scope_of(request)
         identifiers, num_rows, given = request._identifiers, request._num_rows, request._embeds_given
+        hits: list[Entry] = []
         absent = None
-        # Pin all that is ready before any room is made: a request must not evict what it needs itself.
         for index in needed:
             if given and index in given:
                 entries[index] = None
@@ -76,10 +76,15 @@ class EntryTable:
             if entry is not None and entry.state is READY and entry.num_rows == num_rows[index]:
                 entries[index] = entry
                 if entry not in held:
-                    self.hold(ticket, entry)
+                    held[entry] = None
+                    hits.append(entry)
             else:
                 entries[index] = None
                 absent = [index] if absent is None else [*absent, index]
+        # Pin all that is ready before any room is made: a request must not evict what it needs itself.
+        if hits:
+            self.budget.pin(hits)
+            ticket.pinned = hits
         if absent is not None:
             for index in absent:
                 entries[index] = self._obtain(ticket, scope, index)
@@ -154,13 +159,9 @@ class EntryTable:
 
     def hold(self, ticket: Ticket, entry: Entry) -> None:
         """The lookup's request pins a ready entry until commit passes it."""
-        self.budget.policy.touch(entry.handle)
-        self.budget.pin(entry)
+        self.budget.pin((entry,))
         ticket.session.held[entry] = None
-        if ticket.pinned is None:
-            ticket.pinned = [entry]
-        else:
-            ticket.pinned.append(entry)
+        ticket.pinned = [*(ticket.pinned or ()), entry]
 
     def _replace(self, ticket: Ticket, scope: Scope, entry: Entry, index: int) -> Entry:
         """The content is known with another number of rows: never serve it."""
@@ -264,7 +265,9 @@ class EntryTable:
             self._supersede(entry)
             return
         self._unlist(entry)
-        if not entry.pins:
+        if entry.pins:
+            self.budget.unrank(entry)
+        else:
             self.budget.remove(entry, cause)
 
     def _supersede(self, entry: Entry) -> None:
