@@ -1,0 +1,166 @@
+"""What a scheduler pays for a lookup, in multiples of 26 dictionary look-ups measured in the same process.
+
+    python bench/lookup.py [--json FILE]
+
+The request is a growing history: 26 images of 560 tokens, 15,280 tokens; unless said, 25 images are covered and 1 is
+new. `peer` is the least that an engine without a plan does for the same request: a plain-dict LRU asked for all 26
+items. Medians of interleaved rounds, in CPU time of the one thread: what others do on the machine does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from mmcache import (
+    CacheConfig,
+    FieldConfig,
+    ItemFields,
+    MultimodalCache,
+    MultimodalItem,
+    MultimodalRequest,
+    PlaceholderRange,
+    split_fields,
+)
+
+STRIDE, LENGTH, TAIL = 585, 560, 70
+WIDTH = 64
+
+
+def fields(num: int) -> list[ItemFields]:
+    grid = torch.tensor([[1, 2, 2]] * num)
+    configs = {
+        "pixel_values": FieldConfig.flat_from_sizes("image", grid.prod(-1)),
+        "image_grid_thw": FieldConfig.batched("image", keep_on_cpu=True),
+    }
+    return split_fields({"pixel_values": torch.zeros(num * 4, 2), "image_grid_thw": grid}, configs)["image"]
+
+
+def items(num: int, of: list[ItemFields], first: int = 0) -> list[MultimodalItem]:
+    return [
+        MultimodalItem(
+            "image", of[i % len(of)], PlaceholderRange((first + i) * STRIDE + 10, LENGTH), f"{first + i:032x}"
+        )
+        for i in range(num)
+    ]
+
+
+def history(name: str, num: int, of: list[ItemFields]) -> MultimodalRequest:
+    return MultimodalRequest(name, np.arange(num * STRIDE + TAIL, dtype=np.int32), items(num, of))
+
+
+def cases() -> dict[str, tuple[Callable[[], object], int]]:
+    """Name to (what to time, calls per timing)."""
+    of = fields(26)
+    cache = MultimodalCache(CacheConfig(capacity_bytes=1 << 34, row_bytes={"image": WIDTH * 4}, prefix_blocks=0))
+    known = {f"{i:032x}": i for i in range(26)}
+    names = list(known)
+
+    def floor() -> None:
+        for name in names:
+            known[name]
+
+    lru: OrderedDict[str, int] = OrderedDict(known)
+
+    def peer() -> None:
+        for name in names:
+            if name in lru:
+                lru.move_to_end(name)
+            else:
+                lru[name] = 0
+
+    def covered(num: int) -> Callable[[], None]:
+        req = history(f"covered {num}", num, of)
+        start = (num - 1) * STRIDE
+
+        def run() -> None:
+            cache.lookup(req, num_computed_tokens=start).release()
+
+        return run
+
+    stored_request = history("stored", 26, of)
+    with cache.lookup(stored_request, num_computed_tokens=0) as lookup:
+        cache.insert(lookup, [torch.zeros(LENGTH, WIDTH)] * 26)
+    cache.finish(stored_request)
+
+    def stored() -> None:
+        cache.lookup(stored_request, num_computed_tokens=0).release()
+        cache.finish(stored_request)
+
+    ready = items(26, of)
+    tokens = np.arange(26 * STRIDE + TAIL, dtype=np.int32)
+
+    def make() -> None:
+        MultimodalRequest("made", tokens, ready)
+
+    def make_all() -> None:
+        MultimodalRequest("made", tokens, items(26, of))
+
+    new_tokens = np.arange(620, dtype=np.int32)
+
+    def turn(num: int) -> Callable[[], None]:
+        # A conversation grows by what is timed: it starts anew before it has grown by a tenth.
+        state: list[MultimodalRequest] = []
+
+        def run() -> None:
+            if not state or len(state[0].items) > num * 1.1 + 5:
+                state[:] = [history(f"turn {num}", num, of)]
+            req = state[0]
+            at = req.num_tokens
+            item = MultimodalItem("image", of[0], PlaceholderRange(at + 20, LENGTH), f"t{at:031x}")
+            req.extend(new_tokens, [item])
+            cache.lookup(req, num_computed_tokens=at).release()
+
+        return run
+
+    return {
+        "26 dict look-ups (floor)": (floor, 2000),
+        "peer: plain-dict LRU, 26 items": (peer, 1000),
+        "lookup + release, 25 of 26 covered": (covered(26), 500),
+        "lookup + release, 2,599 of 2,600 covered": (covered(2600), 500),
+        "lookup + release + finish, 26 stored and needed": (stored, 200),
+        "make the request from 26 items": (make, 100),
+        "make the request, its 26 items and ranges": (make_all, 100),
+        "one more turn: extend + lookup + release, at 26": (turn(26), 20),
+        "one more turn: extend + lookup + release, at 2,600": (turn(2600), 20),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--json", metavar="FILE")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    timed = cases()
+    seconds: dict[str, list[float]] = {name: [] for name in timed}
+    for run, calls in timed.values():
+        for _ in range(calls):
+            run()
+    gc.collect()
+    gc.disable()
+    for _ in range(arguments.rounds):
+        for name, (run, calls) in timed.items():
+            begin = time.thread_time()
+            for _ in range(calls):
+                run()
+            seconds[name].append((time.thread_time() - begin) / calls)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    base = next(iter(medians.values()))
+    for name, value in medians.items():
+        print(f"{name:52} {value * 1e6:9.2f} us  {value / base:7.1f} x")
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump({name: {"us": v * 1e6, "ratio": v / base} for name, v in medians.items()}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
