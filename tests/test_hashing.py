@@ -5,6 +5,7 @@ import enum
 import mmap
 import pathlib
 import pickle
+import tracemalloc
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -194,6 +195,22 @@ def test_a_nested_array_has_the_digest_parts_of_a_bare_one():
             frame = h.frame(x)
             assert h.digest(x) == h.digest(x.copy() if isinstance(x, np.ndarray) else x.clone())
             assert frame.startswith(h.frame()[:20])
+
+
+def test_large_buffers_are_not_copied():
+    x = np.zeros((2000, 4000))  # 64 MB
+    calls = [(x,), (x, {"x": x}), (memoryview(x).cast("B"),), (bytearray(32 << 20),)]
+    for h in (H, ContentHasher("blake3"), ContentHasher("sha256")):
+        for parts in calls:
+            tracemalloc.start()
+            h.digest(*parts)
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+            assert peak < 1 << 20
+    tracemalloc.start()
+    H.digest(x.T)
+    assert tracemalloc.get_traced_memory()[1] < 16 << 20  # copied block by block
+    tracemalloc.stop()
 
 
 # -- text, numbers, containers

@@ -361,6 +361,7 @@ for algorithm in ("xxh3_128", "blake3", "sha256"):
 """
 
 
+@pytest.mark.slow
 def test_digests_agree_between_processes_of_any_hash_seed():
     children = [
         subprocess.Popen(

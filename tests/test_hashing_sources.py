@@ -6,9 +6,10 @@ import wave
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from mmcache import MissingContentError
+from mmcache import FeatureCache, FieldConfig, MissingContentError, split_fields
 from mmcache.errors import MediaError
 from mmcache.hashing import AudioSource, ContentHasher, ImageSource, VideoSource, same_content
 
@@ -175,6 +176,14 @@ def test_sources_of_images_are_immutable_and_typed():
         ImageSource(b"x", mode=3)
 
 
+def test_sources_cannot_be_changed():
+    for source, name in ((ImageSource(b"x"), "mode"), (VideoSource([b"x"]), "fps"), (AudioSource(b"x"), "data")):
+        with pytest.raises(AttributeError):
+            setattr(source, name, None)
+    with pytest.raises(MediaError):
+        ImageSource.known(b"digest", H)
+
+
 FRAMES = [png(seed=i) for i in range(4)]
 
 
@@ -236,6 +245,9 @@ def test_videos_decode():
         ("clip.mp4", {}),
         ([b"x", "y"], {}),
         (b"x", {"fps": 0}),
+        (b"x", {"fps": "2"[:0]}),
+        (b"x", {"indices": ["0"]}),
+        (b"x", {"timestamps": [None]}),
         (b"x", {"fps": -1.0}),
         (b"x", {"fps": float("nan")}),
         (b"x", {"indices": [-1]}),
@@ -363,3 +375,29 @@ def test_a_weak_hasher_can_be_injected():
         found.setdefault(ImageSource(b"%d" % seed).digest(weak), []).append(seed)
     assert max(map(len, found.values())) > 1  # 8 bits collide; callers have to notice
     assert len({H.digest(ImageSource(b"%d" % seed)) for seed in range(300)}) == 300
+
+
+def test_what_was_processed_before_is_neither_decoded_nor_processed():
+    features, decoded = FeatureCache(1 << 20), []
+    configs = {"pixels": FieldConfig.batched("image"), "size": FieldConfig.batched("image", keep_on_cpu=True)}
+
+    def process(source):
+        decoded.append(source)
+        image = torch.from_numpy(np.array(source.decode()))
+        (fields,) = split_fields({"pixels": image[None], "size": torch.tensor([image.shape])}, configs)["image"]
+        return fields
+
+    def prepare(source, **settings):
+        identifier = H.digest("image", source, settings=settings)
+        return identifier, features.get_or_process(identifier, lambda: process(source))
+
+    identifier, fields = prepare(ImageSource(png()))
+    assert prepare(ImageSource(png())) == (identifier, fields)
+    # not even its bytes are needed
+    assert prepare(ImageSource.known(H.digest(png()), H)) == (identifier, fields)
+    assert len(decoded) == 1
+    prepare(ImageSource(png()), size=504)
+    prepare(ImageSource(png(), mode="L"))
+    assert len(decoded) == 3
+    with pytest.raises(MissingContentError):
+        prepare(ImageSource.known(H.digest(b"another"), H))

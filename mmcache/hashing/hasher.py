@@ -71,6 +71,7 @@ class ContentHasher:
         Raises:
             UnhashableContentError: a part has no defined identity; `path` says where it is.
             MediaError: an image that was opened lazily cannot be decoded.
+            MissingContentError: a source is known by a digest of another hasher only.
         """
         if not named_parts and len(parts) == 1:
             part: Any = parts[0]

@@ -106,7 +106,7 @@ def decode_wav(data: bytes) -> tuple[Samples, int]:
             width, channels, rate = file.getsampwidth(), file.getnchannels(), file.getframerate()
             expected = file.getnframes() * width * channels
             raw = file.readframes(file.getnframes())
-    except (wave.Error, EOFError) as error:
+    except Exception as error:  # damaged headers make the reader raise almost anything
         raise MediaError(f"not a WAV file: {error}", found=f"{len(data)} bytes") from error
     if width not in (1, 2, 3, 4):
         raise MediaError("WAV samples of an unknown width", found=f"{8 * width} bits", expected="8, 16, 24 or 32 bits")

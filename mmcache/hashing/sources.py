@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from operator import index
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -35,6 +36,12 @@ class Source(ABC):
         self._contents: dict[Hasher, object] = {}
         self._digests: dict[Hasher, str] = {}
 
+    def __setattr__(self, name: str, value: object) -> None:
+        # a digest that is carried must stay true
+        if hasattr(self, name):
+            raise AttributeError(f"a {type(self).__name__} cannot be changed")
+        object.__setattr__(self, name, value)
+
     def digest(self, hasher: Hasher) -> str:
         """Digest of the content and of the options that matter, computed once for each hasher.
 
@@ -48,7 +55,7 @@ class Source(ABC):
         return digest
 
     def content(self, hasher: Hasher) -> object:
-        """The content's digest without options (a list of them where a video is given by frames). Computed once.
+        """The content's digest without options (where a video is given by frames: these). Computed once.
 
         This is what a client-given id is bound to; `known` makes a source of it that has no bytes.
         """
@@ -75,6 +82,8 @@ class Source(ABC):
     def _options(self) -> dict[str, object]: ...
 
     def _know(self, content: object, hasher: Hasher) -> Self:
+        if not isinstance(content, str) or not content:
+            raise MediaError("content is known by its digest", found=repr(content))
         self._contents[hasher] = content
         return self
 
@@ -111,11 +120,9 @@ class ImageSource(Source):
         _check_data(data)
         if mode is not None and not isinstance(mode, str):
             raise MediaError("a mode is text or None", found=repr(mode))
-        if background is not None:
-            background = _color(background)
         self.data = data
         self.mode = mode
-        self.background = background
+        self.background = None if background is None else _color(background)
         self.orient = bool(orient)
 
     @classmethod
@@ -194,15 +201,13 @@ class VideoSource(Source):
             MediaError: content of another kind, no frames, or options that do not fit them.
         """
         super().__init__()
-        self.data: bytes | None = None
-        self.frames: tuple[ImageSource, ...] | None = None
-        if content is None or isinstance(content, bytes):
-            _check_data(content)
-            self.data = content
-        elif isinstance(content, list | tuple) and content:
-            self.frames = tuple(f if isinstance(f, ImageSource) else ImageSource(f) for f in content)
-        else:
+        frames: tuple[ImageSource, ...] | None = None
+        if isinstance(content, list | tuple) and content:
+            frames = tuple(f if isinstance(f, ImageSource) else ImageSource(f) for f in content)
+        elif content is not None and type(content) is not bytes:
             raise MediaError("a video is bytes or a non-empty sequence of frames", found=type(content).__name__)
+        self.data: bytes | None = content if isinstance(content, bytes) else None
+        self.frames = frames
         self.indices = None if indices is None else _indices(indices)
         self.fps = None if fps is None else _seconds(fps, "fps")
         if self.fps == 0.0:
@@ -211,7 +216,7 @@ class VideoSource(Source):
         if audio is not None and not isinstance(audio, AudioSource):
             raise MediaError("a sound track is an AudioSource", field="audio", found=type(audio).__name__)
         self.audio = audio
-        count = len(self.frames) if self.frames is not None else None if self.indices is None else len(self.indices)
+        count = len(frames) if frames is not None else None if self.indices is None else len(self.indices)
         for name, values in (("indices", self.indices), ("timestamps", self.timestamps)):
             if values is not None and count is not None and len(values) != count:
                 raise MediaError("one entry for each frame", field=name, found=len(values), expected=count)
@@ -240,7 +245,7 @@ class VideoSource(Source):
 
     def _content(self, hasher: Hasher) -> object:
         if self.frames is not None:
-            return list(self.frames)
+            return self.frames
         if self.data is None:
             raise self._missing()
         return hasher.digest(self.data)
@@ -281,16 +286,16 @@ class AudioSource(Source):
             MediaError: content of another kind or shape, samples without a rate, or a file with one.
         """
         super().__init__()
-        self.data: bytes | None = None
-        self.samples: np.ndarray[Any, np.dtype[Any]] | None = None
+        samples = None
         if isinstance(content, np.ndarray):
             if content.ndim not in (1, 2) or content.dtype.kind not in "iuf":
                 raise MediaError("samples are numbers [n] or [channels, n]", found=f"{content.dtype} {content.shape}")
-            self.samples = np.array(content)
-            self.samples.flags.writeable = False
+            samples = np.array(content)
+            samples.flags.writeable = False
         else:
             _check_data(content)
-            self.data = content
+        self.data: bytes | None = content if isinstance(content, bytes) else None
+        self.samples: np.ndarray[Any, np.dtype[Any]] | None = samples
         if (sampling_rate is None) != (self.samples is None):
             raise MediaError("samples need a sampling rate, files hold their own", found=sampling_rate)
         if sampling_rate is not None and (type(sampling_rate) is not int or sampling_rate <= 0):
@@ -361,22 +366,29 @@ def _check_data(data: object) -> None:
 
 
 def _color(value: Sequence[int]) -> Color:
-    if len(value) != 3 or not all(type(v) is int and 0 <= v <= 255 for v in value):
+    channels = tuple(value) if isinstance(value, list | tuple) else ()
+    if len(channels) != 3 or not all(type(v) is int and 0 <= v <= 255 for v in channels):
         raise MediaError("a background is three integers from 0 to 255", field="background", found=repr(value))
-    return value[0], value[1], value[2]
+    return channels[0], channels[1], channels[2]
 
 
 def _indices(values: Sequence[int]) -> tuple[int, ...]:
-    result = tuple(int(v) for v in values)
-    if any(v < 0 or v != given for v, given in zip(result, values)):
+    try:
+        result = tuple(map(index, values))
+    except TypeError:
+        result = (-1,)
+    if any(v < 0 for v in result):
         raise MediaError("frame indices are integers >= 0", field="indices", found=repr(values))
     return result
 
 
 def _seconds(value: float, name: str) -> float:
-    result = float(value)
+    try:
+        result = float(value)
+    except (TypeError, ValueError):
+        result = -1.0
     if not math.isfinite(result) or result < 0.0:
-        raise MediaError("must be a finite number >= 0", field=name, found=value)
+        raise MediaError("must be a finite number >= 0", field=name, found=repr(value))
     return result
 
 
