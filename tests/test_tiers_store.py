@@ -71,6 +71,19 @@ class TestRows:
         assert not store.fetch([store.key("x"), store.key("x", salt=""), store.key("x", adapter="s")])
         assert store.fetch([store.key("x", salt="s")])
 
+    def test_identifiers_of_any_length_are_told_apart(self, make):
+        store = make()
+        long = ["x" * 3999, "x" * 4000, "x" * 4001, "x" * 4096, "x" * 4097, "x" * 100_000, "é" * 3000, "é" * 3001]
+        keys = [store.key(identifier) for identifier in long]
+        as_it_is_kept = store.key(keys[-1].identifier)
+        assert len({*keys, as_it_is_kept}) == len(long) + 1
+        for identifier, key in zip(long, keys, strict=True):
+            store.put(key, rows_of(identifier))
+        store.flush(10)
+        found = store.fetch([store.key(identifier) for identifier in long])
+        for identifier, key in zip(long, keys, strict=True):
+            assert same_bits(found[key], rows_of(identifier))
+
     def test_rows_are_found_while_they_wait_to_be_written(self, make):
         tier = FaultyTier(MemoryTier(1 << 20))
         tier.hang()
@@ -364,6 +377,9 @@ class TestWriteBehind:
         store.close()
         assert threading.active_count() == before
         assert store.fetch(keys) == {}
+        answers = []
+        store.prefetch(keys, answers.append)
+        assert answers == [{}]  # whoever waits for it is told
         store.put(keys[0], rows_of("a"))
         store.remove(keys)
         assert store.stats().refused == 1

@@ -8,6 +8,7 @@ known ──► what was learned of the tiers, no I/O
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ from mmcache.errors import ConfigError
 from mmcache.namespaces import Namespace, namespace_fingerprint, require_trusted_digests
 from mmcache.tiers.callbacks import Callbacks
 from mmcache.tiers.counters import Counters, TieredStats, TierStats
-from mmcache.tiers.entry import Expected, Key
+from mmcache.tiers.entry import MAX_IDENTIFIER_BYTES, Expected, Key
 from mmcache.tiers.fetch import Ask, Fetch, OnDone
 from mmcache.tiers.knowledge import Knowledge
 from mmcache.tiers.pending import PendingRows
@@ -33,6 +34,7 @@ __all__ = ["OnEvent", "TieredStore"]
 _log = logging.getLogger("mmcache.tiers")
 
 _ASK_AGAIN_SECONDS = 1.0
+_LONG_IDENTIFIER = 4000
 
 OnEvent = Callable[[str, str, str, str], None]
 """Called with "stored" or "removed", the tier's name, the namespace fingerprint and the identifier."""
@@ -85,7 +87,15 @@ class TieredStore:
         self._closed = False
 
     def key(self, identifier: str, *, salt: str | None = None, adapter: str | None = None) -> Key:
-        """The key of a content identifier under this store's namespace and a request's salt and adapter."""
+        """The key of a content identifier under this store's namespace and a request's salt and adapter.
+
+        An identifier of more than 4000 bytes, which tiers do not keep, is known by its SHA-256.
+        """
+        if len(identifier) > _LONG_IDENTIFIER // 4:  # characters have up to four bytes
+            data = identifier.encode("utf-8", "surrogatepass")
+            if len(data) > _LONG_IDENTIFIER:
+                # Of a length that no other identifier keeps, so that none can be given that equals it
+                identifier = f"sha256:{hashlib.sha256(data).hexdigest()}".ljust(MAX_IDENTIFIER_BYTES, "-")
         return Key(namespace_fingerprint(self.namespace, salt=salt, adapter=adapter), identifier)
 
     # -- the scheduler's side: never waits
