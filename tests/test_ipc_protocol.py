@@ -590,7 +590,8 @@ def exchange_once(scheduler: Scheduler, workers: list[Worker], sent: list[Multim
 
 def test_steps_come_in_the_order_in_which_they_were_sent(scheduler: Scheduler) -> None:
     worker = scheduler.add("w")
-    numbers = [scheduler.sender.send([(source, scheduler.plan(source))]) for source in map(three, "abc")]
+    sources = [request(name, 5) for name in "abc"]
+    numbers = [scheduler.sender.send([(source, scheduler.plan(source))]) for source in sources]
     worker.receiver._channel.inbox.reverse()
     seen = []
     while (step := worker.receiver.next()) is not None:
@@ -734,6 +735,19 @@ def test_rows_of_items_in_flight_elsewhere_are_not_asked_for(scheduler: Schedule
         assert step.parts[0].missing == ()
         assert torch.equal(merged(step.parts[0]), expected(two, (0, 40)))
         assert step.parts[0].key(0) == ("".join(plan.ledger_id), planned(step.parts[0], 0).handle)
+
+
+def test_rows_that_were_in_flight_when_an_epoch_ended_come_again(scheduler: Scheduler) -> None:
+    worker = scheduler.add("w")
+    one, two = three("one"), three("two")
+    scheduler.send(one)
+    exchange(scheduler, [worker])
+    plan = scheduler.send(two)
+    assert [item.status for item in plan.items] == [ItemStatus.IN_FLIGHT] * 3
+    worker.store.clear()
+    worker.receiver.reset()
+    ((result,),) = exchange(scheduler, [worker])
+    assert torch.equal(result["two"], expected(two, (0, 40)))
 
 
 def test_a_sender_takes_workers_with_a_name_and_forgets_unknown_ones_quietly(scheduler: Scheduler) -> None:

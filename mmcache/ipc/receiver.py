@@ -22,6 +22,7 @@ from mmcache.ipc.reader import ArenaReader
 from mmcache.ipc.step import RowStore, WorkerPart, WorkerStep
 from mmcache.ipc.unpack import Watermark, unpack_fields
 from mmcache.ipc.wire import Body, Frame, Kind, body_parts, inline_frame, parse_body, parse_frame
+from mmcache.planning import ItemStatus
 
 __all__ = ["Receiver"]
 
@@ -77,6 +78,7 @@ class Receiver:
         self._early: dict[int, Frame] = {}
         self._waiting: WorkerStep | None = None
         self._lost: list[tuple[int, list[tuple[int, list[int]]]]] = []
+        self._promised: dict[int, set[int]] = {}  # step's message to the handles that it encodes
         self._finished, self._released = Watermark(), Watermark()
         self._reading: dict[int, int] = {}  # step's message to the regions that tensors still show
         self._gone: deque[int] = deque()  # one entry a region that no tensor shows any more
@@ -196,13 +198,26 @@ class Receiver:
 
         step = WorkerStep(message.step, parts, done)
         if self._store is not None:
-            lost = []
-            for number, part in enumerate(parts):
-                indices = part.lack(set(self._store.apply(part.plan).lost))
-                if indices:
-                    lost.append((number, indices))
-            self._lost = [(sequence, lost)] if lost else []
+            self._lost = self._lacking(sequence, parts, self._store)
         return step
+
+    def _lacking(
+        self, sequence: int, parts: list[WorkerPart], store: RowStore
+    ) -> list[tuple[int, list[tuple[int, list[int]]]]]:
+        """Apply the plans; what of their rows is not here and comes from no step before this one, for a report."""
+        promised = {handle for handles in self._promised.values() for handle in handles}
+        lost = []
+        for number, part in enumerate(parts):
+            missing = {item.handle for item in part.plan.items if item.status is ItemStatus.MISSING}
+            # An encode that is in flight is one of this worker's own steps, or was, in an epoch that is over.
+            indices = part.lack(set(store.apply(part.expecting()).lost) - promised)
+            if indices:
+                lost.append((number, indices))
+            promised |= missing
+        self._promised[sequence] = {
+            item.handle for part in parts for item in part.plan.items if item.status is ItemStatus.MISSING
+        }
+        return [(sequence, lost)] if lost else []
 
     def _part(self, sequence: int, part: Part, body: Body, values: dict[object, dict[str, FieldValue]]) -> WorkerPart:
         mirror = self._mirrors.get(part.uid)
@@ -277,6 +292,7 @@ class Receiver:
 
     def _finish(self, sequence: int) -> None:
         self._finished.add(sequence)
+        self._promised.pop(sequence, None)
         self._release(sequence)
         self._report()
 

@@ -131,6 +131,14 @@ class WorkerPart:
             raise UnresolvedItemError("this worker holds no rows", request_id=self.request_id, item=index)
         return self._store.rows(self.plan, index)
 
+    def expecting(self) -> StepPlan:
+        """The plan, with what another step encodes as stored: by now it should be."""
+        items = tuple(
+            replace(item, status=ItemStatus.STORED) if item.status is ItemStatus.IN_FLIGHT else item
+            for item in self.plan.items
+        )
+        return replace(self.plan, items=items) if items != self.plan.items else self.plan
+
     def lack(self, handles: Set[int]) -> list[int]:
         """Mark what the store does not have as missing; returns the items whose payload has to come again."""
         if not handles:
