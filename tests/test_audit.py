@@ -6,6 +6,7 @@ import functools
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -408,3 +409,11 @@ def test_a_report_reads_as_text_and_as_json() -> None:
     assert use["file"].endswith("audit_stubs.py")
     assert use["line"] > 0
     assert report.suggestion()["image_grid_thw"] == {"modality": "image", "layout": "batched", "keep_on_cpu": True}
+
+
+def test_the_documented_example_runs() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "audit.md").read_text(encoding="utf-8")
+    source = page.split("```python\n")[1].split("```")[0]
+    scope: dict[str, Any] = {}
+    exec(compile(source, "audit.md", "exec"), scope)
+    assert verdicts(scope["report"]) == {"pixel_values": "right", "grid": "right"}

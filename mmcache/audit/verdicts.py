@@ -145,6 +145,7 @@ def _place(name: str, on_cpu: Observation, on_device: Observation) -> _Finding:
                 place, only_in(run.mixes, other.mixes), f"else the {phase} raises {type(error).__name__}: {error}"
             )
     cpu_mixes, device_mixes = only_in(on_cpu.mixes, on_device.mixes), only_in(on_device.mixes, on_cpu.mixes)
+    spared = only_in(on_device.reads, on_cpu.reads)
     # On the device it may be mixed just with another field, whose own mark is wrong; that says nothing about this one.
     own = {mix.use for mix in on_device.mixes if name in mix.names}
     if cpu_mixes and any(replace(use, count=1) in own for use in device_mixes):
@@ -153,8 +154,7 @@ def _place(name: str, on_cpu: Observation, on_device: Observation) -> _Finding:
     if cpu_mixes:
         return _Finding(_Place.DEVICE, cpu_mixes, "on the CPU it is mixed with tensors on the device")
     if device_mixes:
-        return _Finding(_Place.CPU, device_mixes, "on the device it is mixed with tensors on the CPU")
-    spared = only_in(on_device.reads, on_cpu.reads)
+        return _Finding(_Place.CPU, (*device_mixes, *spared), "on the device it is mixed with tensors on the CPU")
     if spared:
         return _Finding(_Place.CPU, spared, "on the device it is only read back, and each read waits for the device")
     waits = only_in((m for m in on_cpu.moves if m.waits), (m for m in on_device.moves if m.waits))
