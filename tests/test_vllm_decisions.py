@@ -397,6 +397,16 @@ def test_content_that_cannot_be_hashed_is_encoded() -> None:
     assert engine.side.counts["refused.unhashable"] == 1
 
 
+def test_where_tensors_lie_is_not_what_they_are() -> None:
+    # vLLM's shared-memory processor cache hands the scheduler addresses, which other content has at another time
+    engine = Engine(store=Store())
+    elsewhere = Item(digest("a"), Position(0, 4), Data(address=torch.tensor(4096), monotonic_id=torch.tensor(1)))
+    assert engine.serve(request(elsewhere)) == []
+    assert engine.encoded == [digest("a")]
+    assert engine.store.rows == {}
+    assert engine.side.counts["refused.no_content"] == 1
+
+
 # -- items without media
 
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from mmcache.errors import MMCacheError
 from mmcache.hashing import ContentHasher
 from mmcache.tiers import Key
@@ -22,6 +24,8 @@ __all__ = ["PENDING", "EmbeddingFields", "Feature", "Keyer", "Refusal"]
 
 _DIGEST = re.compile(r"[0-9a-f]{64}\Z|[0-9a-f]{128}\Z")
 _MEMO = 4096
+_DESCRIPTOR = "address"
+"""A field of items of vLLM's shared-memory processor cache: where tensors lie, not what they are."""
 
 
 class Feature(Protocol):
@@ -119,7 +123,7 @@ class Keyer:
                 return Refusal("client_id")
         if not _DIGEST.match(feature.identifier):
             return Refusal("client_id")
-        if not self.encodable(feature):
+        if not self.encodable(feature) or _DESCRIPTOR in feature.data:
             return Refusal("no_content")
         return self._content_key(feature, start)
 
@@ -146,6 +150,10 @@ class Keyer:
     def _hash(self, modality: str, data: Any) -> Key | Refusal:
         try:
             fields: Mapping[str, object] = data.get_data()
+            if not any(isinstance(value, Tensor | list | tuple) for value in fields.values()):
+                return Refusal("unhashable")  # whatever this is, it is not what an encoder sees
+            if any(isinstance(value, Tensor) and value.device.type != "cpu" for value in fields.values()):
+                return Refusal("on_device")  # hashing it would make this process wait for the device
             digest = self._hasher.digest("vllm-item-1", modality, dict(fields))
         except Exception:  # whatever a model's processor puts there, it must not end the thread, or wait for ever
             return Refusal("unhashable")
