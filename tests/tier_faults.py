@@ -5,8 +5,6 @@ import threading
 import time
 from collections import Counter
 
-import torch
-
 from mmcache.errors import TierError
 from mmcache.tiers import Entry, PutOutcome, Tier
 
@@ -131,8 +129,3 @@ class FaultyTier:
         elif fault == "swapped" and last is not None:
             return last
         return Entry(bytes(header), payload)
-
-
-def is_own(rows: torch.Tensor) -> bool:
-    """Whether rows are all of their storage but for the header's alignment."""
-    return rows.untyped_storage().nbytes() == rows.nbytes
