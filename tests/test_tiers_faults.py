@@ -1,14 +1,19 @@
 """A thousand mixed faults: no wrong rows, no failed request, no wait without end, and every look-up accounted for."""
 
 import random
+import threading
 import time
 from collections import Counter
 
 import pytest
+import torch
+from builders import ROW_BYTES, WIDTH, images, request
+from builders import rows_of as cache_rows
 from tier_faults import FAULTS, FaultyTier
 from tier_helpers import NAMESPACE, rows_of, same_bits
 from tier_servers import MooncakeCluster, RedisServer
 
+from mmcache import CacheConfig, MultimodalCache
 from mmcache.tiers import DiskTier, Expected, MemoryTier, MooncakeTier, RedisTier, TieredStore
 
 DEADLINE = 0.05
@@ -111,3 +116,56 @@ def test_a_thousand_faults_with_a_real_server(kind):
         assert store.stats().tiers[1].hits > 0
     finally:
         server.kill()
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_thousand_faults_behind_a_cache(tmp_path, seed):
+    """Whole requests, several at a time: each ends with the right rows merged, whatever its tiers do."""
+    tiers = faulty(DiskTier(tmp_path, 20_000), MemoryTier(1 << 20, name="far"), seed=seed)
+    cache = MultimodalCache(
+        CacheConfig(capacity_bytes=40 * ROW_BYTES, row_bytes={"image": ROW_BYTES}, namespace=NAMESPACE), tiers
+    )
+    failures: list[BaseException] = []
+    served: Counter[str] = Counter()
+
+    def work(number):
+        choose = random.Random(seed * 100 + number)
+        try:
+            while sum(sum(tier.injected.values()) for tier in tiers) < 1000:
+                names = choose.sample("abcdefghijklmnopqrstuvwxyz", 3)
+                spans = [(2, 4), (8, 5), (15, 3)]
+                ids = [f"{name}{length}" for name, (_, length) in zip(names, spans, strict=True)]
+                req = request(
+                    f"r{number}-{served[number]}", 20, images(*spans, ids=ids), salt=choose.choice(["s", None])
+                )
+                if choose.random() < 0.5:
+                    cache.announce(req)
+                with cache.lookup(req, num_computed_tokens=0) as lookup:
+                    while lookup.missing or lookup.in_flight:
+                        cache.insert(
+                            lookup,
+                            {i: cache_rows(ids[i], spans[i][1]) for i in lookup.missing},
+                        )
+                        if lookup.in_flight:
+                            lookup.wait(60)
+                    merged = lookup.merge_into(torch.zeros(20, WIDTH))
+                cache.finish(req)
+                for (offset, length), name in zip(spans, ids, strict=True):
+                    assert same_bits(merged[offset : offset + length], cache_rows(name, length)), name
+                served[number] += 1
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    for tier in tiers:
+        tier.rate = 0.0
+    cache.close()
+    stats = cache.tier_stats()
+    assert stats.lookups == stats.queue_hits + sum(tier.hits for tier in stats.tiers) + stats.misses
+    assert sum(tier.hits for tier in stats.tiers) > 0
+    assert cache.stats().used_bytes <= 40 * ROW_BYTES
