@@ -41,7 +41,7 @@ class MultimodalItem:
             RequestError: an argument has the wrong type, or fields of another modality.
             EmbeddingError: `embeds` is not a floating-point `[placeholder.num_embeds, width]`.
         """
-        if not isinstance(placeholder, PlaceholderRange):
+        if type(placeholder) is not PlaceholderRange:
             raise RequestError("an item's placeholder is a PlaceholderRange", found=type(placeholder).__name__)
         if type(identifier) is not str or not identifier:
             raise RequestError("an item's identifier is a non-empty string", found=repr(identifier))
@@ -49,7 +49,7 @@ class MultimodalItem:
             raise RequestError("an item's modality is a non-empty string", found=repr(modality))
         if fields is not None and type(fields) is not ItemFields:
             raise RequestError("an item's fields are an ItemFields or None", found=type(fields).__name__)
-        if fields is not None and fields.modality not in (None, modality):
+        if fields is not None and fields.modality != modality and fields.modality is not None:
             raise RequestError("the fields belong to another modality", expected=modality, found=fields.modality)
         if embeds is not None:
             _check_embeds(embeds, placeholder)

@@ -140,8 +140,8 @@ class MultimodalRequest:
             self._buffer = grown
         self._buffer[self.num_tokens : total] = new
         self.num_tokens = total
-        for item in items:
-            self._append(item)
+        if items:
+            self._append(items)
 
     def metadata(self, field: str) -> list[Tensor]:
         """The `keep_on_cpu` field of every item that has it, in order, on the CPU.
@@ -258,39 +258,52 @@ class MultimodalRequest:
                 **where,
             )
 
-    def _append(self, item: MultimodalItem) -> None:
+    def _append(self, items: Sequence[MultimodalItem]) -> None:
+        identifiers, offsets, num_rows = self._identifiers, self._offsets, self._num_rows
+        first_rows, end_rows, reaches, payload_until = (
+            self._first_rows,
+            self._end_rows,
+            self._reach,
+            self._payload_until,
+        )
+        first_of, last_use = self._first_of, self._last_use
         index = len(self.items)
-        place = item._placeholder
-        end_row = place._end_row
-        self.items.append(item)
-        self._offsets.append(place._offset)
-        self._num_rows.append(place._num_embeds)
-        self._first_rows.append(place._first_row)
-        self._end_rows.append(end_row if place._num_embeds else 0)
-        if item._embeds is not None:
-            self._embeds_given.add(index)
-        reach = self._reach
-        reach.append(max(reach[-1] if reach else 0, self._end_rows[-1]))
-        end = place._offset + place._length
-        if end > self._max_end:
-            self._max_end = end
-        identifier = item._identifier
-        self._identifiers.append(identifier)
-        if identifier not in self._first_of:
-            self._first_of[identifier] = index
-            self._last_use[identifier] = end_row
-        elif end_row > self._last_use[identifier]:
-            self._last_use[identifier] = end_row
-        if not place._num_embeds:
-            self._zero_rows.append(index)
-        payload = 0
-        fields = item._fields
-        if fields is not None:
-            payload = fields.payload_bytes
-            self.kept_bytes += fields.kept_bytes
-            if fields.shared:
-                payload += self._append_shared(index, fields)
-        self._payload_until.append(self._payload_until[-1] + payload)
+        reach = reaches[-1] if reaches else 0
+        payload = payload_until[-1]
+        max_end = self._max_end
+        for item in items:
+            place, identifier, fields = item._placeholder, item._identifier, item._fields
+            offset, rows, end_row = place._offset, place._num_embeds, place._end_row
+            identifiers.append(identifier)
+            offsets.append(offset)
+            num_rows.append(rows)
+            first_rows.append(place._first_row)
+            if not rows:
+                self._zero_rows.append(index)
+                end_rows.append(0)
+            else:
+                end_rows.append(end_row)
+                if end_row > reach:
+                    reach = end_row
+            reaches.append(reach)
+            if offset + place._length > max_end:
+                max_end = offset + place._length
+            if identifier not in first_of:
+                first_of[identifier] = index
+                last_use[identifier] = end_row
+            elif end_row > last_use[identifier]:
+                last_use[identifier] = end_row
+            if item._embeds is not None:
+                self._embeds_given.add(index)
+            if fields is not None:
+                payload += fields.payload_bytes
+                self.kept_bytes += fields.kept_bytes
+                if fields.shared:
+                    payload += self._append_shared(index, fields)
+            payload_until.append(payload)
+            index += 1
+        self._max_end = max_end
+        self.items.extend(items)
 
     def _append_shared(self, index: int, fields: ItemFields) -> int:
         """Count each shared value with the first item that has it; return the payload bytes that count here."""

@@ -39,18 +39,21 @@ class Budget:
     def reserve(self, entry: Entry, nbytes: int, *, may_evict: bool = True) -> None:
         """Take room for an entry about to be encoded; where there can be none, mark it uncached and evict nothing."""
         entry.sized = True
-        if nbytes > self.capacity:
-            self._serve_uncached(entry, "larger than the budget")
+        if nbytes <= self.capacity - self.used:
+            pass
+        elif nbytes > self.capacity:
+            return self._serve_uncached(entry, "larger than the budget")
         elif nbytes > self.capacity - self.fixed:
-            self._serve_uncached(entry, "all room is pinned")
-        elif not may_evict and nbytes > self.capacity - self.used:
-            self._serve_uncached(entry, "size learned too late to evict")
+            return self._serve_uncached(entry, "all room is pinned")
+        elif not may_evict:
+            return self._serve_uncached(entry, "size learned too late to evict")
         else:
             while self.used + nbytes > self.capacity:
                 self._evict_one()
-            entry.nbytes = nbytes
-            self.used += nbytes
-            self.fixed += nbytes
+        entry.nbytes = nbytes
+        self.used += nbytes
+        self.fixed += nbytes
+        return None
 
     def pin(self, entries: Sequence[Entry]) -> None:
         """One more request holds these ready entries, and uses them."""
@@ -110,9 +113,14 @@ class Budget:
 
     def forget(self, entry: Entry) -> None:
         """Nobody has an unlisted entry any more: a reservation given up, an uncached one whose last user is gone."""
+        nbytes = entry.nbytes
         if entry.state is RESERVED:
-            self.fixed -= entry.nbytes
-        self._release(entry)
+            self.fixed -= nbytes
+        self.used -= nbytes
+        entry.nbytes = 0
+        entry.state = GONE
+        entry.owner = None
+        del self.entries[entry.handle]
         if entry.written:
             self.drops.append(entry)
 

@@ -295,6 +295,9 @@ class EncoderLedger:
         if ticket.unsettled:
             for entry in ticket.unsettled:
                 self._table.leave(ticket, entry)
+            ticket.unsettled = None
+        # Entries and lookups know each other; parted here, they are freed at once and not by the garbage collector.
+        ticket.entries = {}
         if ticket.event is not None or ticket.futures:
             self._table.woken.append(ticket)
 

@@ -13,7 +13,7 @@ from mmcache.planning import ItemStatus, StepPlan
 if TYPE_CHECKING:
     import asyncio  # 0.02 s, and only tasks that wait need it
 
-__all__ = ["Entry", "EntryState", "PinnedMatch", "Session", "Ticket"]
+__all__ = ["Entry", "EntryState", "PinnedMatch", "Scope", "Session", "Ticket"]
 
 
 class EntryState(Enum):
@@ -35,13 +35,26 @@ RESERVED, READY, GONE = EntryState
 _STORED, _MISSING, _IN_FLIGHT = ItemStatus.STORED, ItemStatus.MISSING, ItemStatus.IN_FLIGHT
 
 
+class Scope(dict[str, "Entry"]):
+    """Entries by identifier that requests of one salt and adapter share.
+
+    Attributes:
+        key: (salt, adapter).
+    """
+
+    __slots__ = ("key",)
+
+    def __init__(self, key: tuple[str | None, str | None]) -> None:
+        super().__init__()
+        self.key = key
+
+
 class Entry:
     """One encoder output, from the reservation of its room until it is dropped.
 
     Attributes:
         handle: the store's key; never used twice.
-        scope: the entries by identifier among which this one is found, unless `detached`.
-        content: (salt, adapter, identifier), as the eviction policy knows it.
+        scope: the entries among which this one is found by its identifier, unless `detached`.
         identifier, modality, num_rows: of the item.
         nbytes: bytes that the entry takes of the budget.
         sized: whether `nbytes` is known; before, it is 0.
@@ -59,34 +72,23 @@ class Entry:
         cost: seconds that encoding took, or None where nobody measured.
     """
 
-    __slots__ = (
-        "cached",
-        "content",
-        "cost",
-        "detached",
-        "handle",
-        "identifier",
-        "modality",
-        "nbytes",
-        "num_rows",
-        "owner",
-        "pins",
-        "ranked",
-        "scope",
-        "since",
-        "sized",
-        "state",
-        "told",
-        "users",
-        "waiters",
-        "written",
-    )
+    # Defaults on the class: one entry is made for every new item of every step, and most leave these alone.
+    nbytes = 0
+    sized = False
+    cached = True
+    detached = False
+    state = RESERVED
+    pins = 0
+    users = 0
+    ranked = False
+    written = False
+    told = False
+    cost: float | None = None
 
     def __init__(
         self,
         handle: int,
-        scope: dict[str, Entry],
-        content: tuple[str | None, str | None, str],
+        scope: Scope,
         identifier: str,
         modality: str,
         num_rows: int,
@@ -95,24 +97,17 @@ class Entry:
     ) -> None:
         self.handle = handle
         self.scope = scope
-        self.content = content
         self.identifier = identifier
         self.modality = modality
         self.num_rows = num_rows
         self.owner = owner
         self.since = since
-        self.nbytes = 0
-        self.sized = False
-        self.cached = True
-        self.detached = False
-        self.state = RESERVED
         self.waiters: list[Ticket] = []
-        self.pins = 0
-        self.users = 0
-        self.cost: float | None = None
-        self.ranked = False
-        self.written = False
-        self.told = False
+
+    @property
+    def content(self) -> tuple[str | None, str | None, str]:
+        """(salt, adapter, identifier), as the eviction policy knows it."""
+        return (*self.scope.key, self.identifier)
 
     @property
     def gone(self) -> bool:
@@ -162,29 +157,15 @@ class Ticket:
         event, futures: who is to be woken by news.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "arrived",
-        "end",
-        "entries",
-        "event",
-        "first",
-        "futures",
-        "later",
-        "lookahead",
-        "match",
-        "mine",
-        "needed_from",
-        "num_items",
-        "pinned",
-        "plan",
-        "plan_id",
-        "released",
-        "request",
-        "session",
-        "start",
-        "unsettled",
-    )
+    # Defaults on the class: most lookups of a running engine need nothing new, and leave these alone.
+    unsettled: list[Entry] | None = None
+    pinned: list[Entry] | None = None
+    plan: StepPlan | None = None
+    arrived: list[Entry] | None = None
+    mine: list[Entry] | None = None
+    event: threading.Event | None = None
+    futures: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] | None = None
+    released = False
 
     def __init__(
         self,
@@ -209,15 +190,7 @@ class Ticket:
         self.first = first
         self.later = later
         self.entries: dict[int, Entry | None] = {}
-        self.unsettled: list[Entry] | None = None
-        self.pinned: list[Entry] | None = None
         self.num_items = len(request.items)
-        self.plan: StepPlan | None = None
-        self.arrived: list[Entry] | None = None
-        self.mine: list[Entry] | None = None
-        self.event: threading.Event | None = None
-        self.futures: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] | None = None
-        self.released = False
         self.match = match
 
     def status_of(self, entry: Entry | None) -> ItemStatus:

@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 
 from mmcache.items import MultimodalRequest
 from mmcache.ledger.budget import Budget
-from mmcache.ledger.records import READY, RESERVED, Entry, Ticket
+from mmcache.ledger.records import READY, RESERVED, Entry, Scope, Ticket
 from mmcache.ledger.snapshots import plan_of
 
-__all__ = ["EntryTable", "Scope"]
-
-Scope = dict[str, Entry]
+__all__ = ["EntryTable"]
 
 
 class EntryTable:
@@ -54,7 +52,7 @@ class EntryTable:
         key = (request.cache_salt, request.adapter if self._split_by_adapter else None)
         scope = self.scopes.get(key)
         if scope is None:
-            scope = self.scopes[key] = {}
+            scope = self.scopes[key] = Scope(key)
         return scope
 
     def content_of(self, request: MultimodalRequest, identifier: str) -> tuple[str | None, str | None, str]:
@@ -64,7 +62,9 @@ class EntryTable:
     def resolve(self, ticket: Ticket, needed: Iterable[int]) -> None:
         """Find, join or reserve an entry for each needed item, and pin what is ready."""
         request, held, entries = ticket.request, ticket.session.held, ticket.entries
-        scope = self.scope_of(request)
+        scope = self.scopes.get((request.cache_salt, request.adapter if self._split_by_adapter else None))
+        if scope is None:
+            scope = self.scope_of(request)
         identifiers, num_rows, given = request._identifiers, request._num_rows, request._embeds_given
         hits: list[Entry] = []
         absent = None
@@ -87,7 +87,10 @@ class EntryTable:
             ticket.pinned = hits
         if absent is not None:
             for index in absent:
-                entries[index] = self._obtain(ticket, scope, index)
+                if identifiers[index] in scope:
+                    entries[index] = self._obtain(ticket, scope, index)
+                else:
+                    entries[index] = self.reserve(ticket, scope, index)
 
     def _obtain(self, ticket: Ticket, scope: Scope, index: int) -> Entry:
         """An entry for one item: what is ready, the lookup's own, somebody else's, or a new one."""
@@ -106,10 +109,9 @@ class EntryTable:
         """Make the lookup the owner of a new entry; one that is not listed is for this lookup alone."""
         request = ticket.request
         identifier, rows = request._identifiers[index], request._num_rows[index]
-        modality = request.items[index].modality
+        modality = request.items[index]._modality
         self._next_handle += 1
-        content = self.content_of(request, identifier)
-        entry = Entry(self._next_handle, scope, content, identifier, modality, rows, ticket, self._clock())
+        entry = Entry(self._next_handle, scope, identifier, modality, rows, ticket, self._clock())
         if listed:
             scope[identifier] = entry
             row_bytes = self.row_bytes.get(modality)
@@ -119,7 +121,7 @@ class EntryTable:
             entry.detached = entry.sized = True
             entry.cached = False
         self.budget.entries[entry.handle] = entry
-        ticket.unsettle(entry)
+        ticket.unsettled = [entry] if ticket.unsettled is None else [*ticket.unsettled, entry]
         return entry
 
     def reserve_load(self, request: MultimodalRequest, index: int) -> Entry | None:
@@ -131,10 +133,7 @@ class EntryTable:
         if row_bytes is None or identifier in scope or nbytes > self.budget.capacity - self.budget.used:
             return None
         self._next_handle += 1
-        content = self.content_of(request, identifier)
-        entry = Entry(
-            self._next_handle, scope, content, identifier, modality, request._num_rows[index], None, self._clock()
-        )
+        entry = Entry(self._next_handle, scope, identifier, modality, request._num_rows[index], None, self._clock())
         scope[identifier] = self.budget.entries[entry.handle] = entry
         self.budget.reserve(entry, nbytes)
         return entry
@@ -249,7 +248,9 @@ class EntryTable:
     def abandon(self, entry: Entry) -> None:
         """The owner gives up: exactly one waiter takes over, or the reservation ends."""
         if not entry.waiters:
-            self._unlist(entry)
+            if not entry.detached:
+                entry.detached = True
+                del entry.scope[entry.identifier]
             self.budget.forget(entry)
             return
         self._freeze(entry)

@@ -41,6 +41,8 @@ class Tally:
         sums[0] += until[first]
         sums[4] += until[ticket.num_items] - until[later]
         sums[5] += request.kept_bytes
+        if not entries:
+            return
         seen: set[Entry] | None = None
         for index, entry in entries.items():
             size = until[index + 1] - until[index]
