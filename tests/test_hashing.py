@@ -1,6 +1,7 @@
 """Content digests: what is in an identity and what is not, the errors, and the comparison byte by byte."""
 
 import array
+import contextlib
 import enum
 import mmap
 import pathlib
@@ -14,6 +15,7 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mmcache import ConfigError, FieldConfig, MMCacheError, UnhashableContentError, split_fields
 from mmcache.hashing import ContentHasher, same_content
@@ -125,6 +127,15 @@ def test_dtypes_that_numpy_lacks(name):
     others = [getattr(torch, other) for other in NARROW if getattr(torch, other).itemsize == size and other != name]
     assert distinct(x, x.view(torch.int16 if size == 2 else torch.uint8), *(x.view(other) for other in others))
     assert distinct(torch.zeros(70000, dtype=dtype), torch.zeros(80000, dtype=dtype))
+
+
+def test_arrays_of_ml_dtypes_are_torch_s():
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+        x = np.arange(6).astype(getattr(ml_dtypes, name))
+        assert equal(x, torch.arange(6).float().to(getattr(torch, name)), np.repeat(x, 2)[::2])
+    with pytest.raises(UnhashableContentError):
+        H.digest(np.arange(6).astype(ml_dtypes.int4))
 
 
 def test_complex_halves_and_packed_fours():
@@ -322,6 +333,10 @@ def test_fields_of_an_item_are_a_mapping():
     assert not same_content(a, b)
 
 
+def test_long_keys_are_keys():
+    assert distinct(*({key * n: 1} for key in ("x", b"x") for n in (5, 4999, 5000, 100_000)), {("x" * 100_000,): 1})
+
+
 def test_any_text_is_text():
     assert distinct("\ud800", "\udc00", "\ud800\udc00", "\U00010000", "?", "")
 
@@ -363,6 +378,18 @@ class Both(dict):
 
 
 Pair = namedtuple("Pair", "a b")
+
+
+def closed_buffer():
+    view = memoryview(b"x")
+    view.release()
+    return view
+
+
+def fake_tensor():
+    with FakeTensorMode():
+        return torch.ones(3)
+
 
 REFUSED = {
     "object": object(),
@@ -406,6 +433,10 @@ REFUSED = {
     "unset keys": {object(): 1},
     "array key": {Size: 1},
     "key of a class of text": {MyText("a"): 1},
+    "numpy number as a key": {np.float64(1): 1},
+    "closed buffer": closed_buffer(),
+    "under a key too long to print": {10**5000: Thing()},
+    "fake tensor": fake_tensor(),
 }
 
 
@@ -479,6 +510,25 @@ def test_a_refused_part_leaves_the_hasher_as_it_was():
     with pytest.raises(MMCacheError):
         H.digest("a", Thing())
     assert H.digest("a", 1) == before
+
+
+def test_a_mode_of_torch_cannot_make_a_wrong_digest():
+    x, y = torch.arange(6.0), torch.arange(6).to(torch.bfloat16)
+    for value in (x, [x], y, [y], [x[::2]]):
+        digest = H.digest(value)
+        with FakeTensorMode(allow_non_fake_inputs=True), contextlib.suppress(UnhashableContentError):
+            assert H.digest(value) == digest
+    seen = []
+
+    def inside(value):
+        with pytest.raises(UnhashableContentError):
+            H.digest(value)
+        seen.append(value)
+        return value.sum()
+
+    torch.func.functionalize(inside)(torch.ones(3))
+    torch.vmap(inside)(torch.ones(2, 3))
+    assert len(seen) == 2
 
 
 # -- algorithms and keys

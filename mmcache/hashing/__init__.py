@@ -3,11 +3,14 @@
 `docs/digest.md` specifies what is hashed, byte by byte.
 """
 
+from mmcache.hashing.audio_source import AudioSource
 from mmcache.hashing.compare import same_content
 from mmcache.hashing.hasher import ContentHasher
+from mmcache.hashing.image_source import ImageSource
 from mmcache.hashing.pool import HashPool
 from mmcache.hashing.protocol import Hasher
-from mmcache.hashing.sources import AudioSource, ImageSource, Source, VideoSource
+from mmcache.hashing.source import Source
+from mmcache.hashing.video_source import VideoSource
 
 __all__ = [
     "AudioSource",

@@ -112,7 +112,11 @@ def host_array(tensor: Tensor) -> tuple[str, tuple[int, ...], Array]:
             plain = plain.view(bits)
         elif plain.dtype == torch.complex32:
             plain = torch.view_as_real(plain)
-        return name, tuple(tensor.shape), plain.numpy()
+        values = plain.numpy()
+        # inside a fake or functional mode an operation may have given back something that is no tensor with memory
+        if values.size and values.__array_interface__["data"][0] != plain.data_ptr():
+            raise Unhashable("the tensor's content cannot be read in the mode that torch is in")
+        return name, tuple(tensor.shape), values
     except (RuntimeError, TypeError, ValueError) as error:
         raise Unhashable(f"the tensor's content cannot be read: {error}") from error
 

@@ -24,7 +24,7 @@ from mmcache.fields import ItemFields
 from mmcache.hashing.arrays import Array, array_dtype, array_head, blocks, host_array, plain_array
 from mmcache.hashing.images import image_content, is_image
 from mmcache.hashing.message import Message, Unhashable, header
-from mmcache.hashing.sources import Source
+from mmcache.hashing.source import Source
 
 __all__ = ["encode"]
 
@@ -68,13 +68,13 @@ def _str(value: str, out: Message) -> None:
 
 
 def _bytes(value: bytes | bytearray | mmap.mmap, out: Message) -> None:
-    with memoryview(value) as view:
+    with _view(value) as view:
         out.pending += header(b"b", view.nbytes)
         out.data(view)
 
 
 def _memoryview(value: memoryview | array.array[Any], out: Message) -> None:
-    with memoryview(value) as view:
+    with _view(value) as view:
         if view.format == "B" and view.ndim == 1:
             if view.c_contiguous:
                 out.pending += header(b"b", view.nbytes)
@@ -87,6 +87,13 @@ def _memoryview(value: memoryview | array.array[Any], out: Message) -> None:
         except (ValueError, TypeError) as error:
             raise Unhashable(f"a buffer of format {view.format!r} has no defined identity") from error
         _array(typed, out)
+
+
+def _view(value: bytes | bytearray | mmap.mmap | memoryview | array.array[Any]) -> memoryview:
+    try:
+        return memoryview(value)
+    except ValueError as error:  # closed or released
+        raise Unhashable(f"a buffer that cannot be read: {error}") from error
 
 
 def _array(value: Array, out: Message) -> None:
@@ -119,52 +126,58 @@ def _list(value: Iterable[object], out: Message) -> None:
 
 
 def _dict(value: Any, out: Message) -> None:
-    _entries([(key, f"[{key!r}]", item) for key, item in value.items()], out)
+    _entries(list(value.items()), out, _key_step)
 
 
-def _entries(entries: list[tuple[object, str, object]], out: Message) -> None:
-    keyed: dict[bytes, tuple[str, object]] = {}
-    for key, step, item in entries:
+def _entries(entries: list[tuple[Any, object]], out: Message, step: Callable[[Any], str]) -> None:
+    keyed: dict[bytes, tuple[object, object]] = {}
+    for key, item in entries:
         if (encoded := _key(key, out, step)) in keyed:
-            raise Unhashable(f"two keys of one identity: {key!r}")
-        keyed[encoded] = step, item
+            raise Unhashable(f"two keys of one identity: {step(key)}")
+        keyed[encoded] = key, item
     out.pending += header(b"d", len(keyed))
     out.open()
-    step = ""
+    key = None
     try:
         for encoded in sorted(keyed):
-            step, item = keyed[encoded]
+            key, item = keyed[encoded]
             out.pending += encoded
             encode(item, out)
     except Unhashable as error:
-        error.steps.append(step)
+        error.steps.append(step(key))
         raise
     out.close()
 
 
-def _key(key: object, out: Message, step: str) -> bytes:
+def _key(key: object, out: Message, step: Callable[[Any], str]) -> bytes:
     if type(key) is str:
         data = key.encode("utf-8", "surrogatepass")
         return header(b"s", len(data)) + data
     if not _is_key(key):
         raise Unhashable(f"{type(key).__qualname__} as a key: keys are text, bytes, numbers, None, enums or tuples")
+    written = bytearray()
+    message = Message(out.hasher, written.__iadd__, None)
     try:
-        message = Message(out.hasher, _never, None)
         encode(key, message)
     except Unhashable as error:
-        error.steps.append(step)
+        error.steps.append(step(key))
         raise
-    return bytes(message.pending)
-
-
-def _never(_: object) -> None:
-    raise Unhashable("a key is too long")
+    message.flush()
+    return bytes(written)
 
 
 def _is_key(key: object) -> bool:
     if isinstance(key, tuple):
         return all(map(_is_key, key))
-    return key is None or isinstance(key, str | bytes | bool | int | float | enum.Enum)
+    return key is None or type(key) in _KEYS or isinstance(key, enum.Enum)
+
+
+def _key_step(key: object) -> str:
+    try:
+        text = repr(key)
+    except ValueError:  # an integer too long to be printed
+        text = "..."
+    return f"[{text}]"
 
 
 def _enum(value: enum.Enum, out: Message) -> None:
@@ -181,7 +194,7 @@ def _record(value: Any, out: Message) -> None:
         raise Unhashable(f"{type(value).__qualname__} lacks its field {missing[0]!r}")
     out.pending += header(b"r", 2)
     _str(_name(type(value)), out)
-    _entries([(name, f".{name}", getattr(value, name)) for name in names], out)
+    _entries([(name, getattr(value, name)) for name in names], out, ".{}".format)
 
 
 def _image(value: Any, out: Message) -> None:
@@ -237,6 +250,8 @@ def _encoder(value: object) -> Encoder:
         raise Unhashable("a path is a name, not content: read the file")
     raise Unhashable(f"objects of type {_name(type(value))} have no defined identity")
 
+
+_KEYS = (str, np.str_, bytes, bool, int, float)
 
 _ENCODERS: dict[type, Encoder] = {
     type(None): _none,
