@@ -310,11 +310,23 @@ class TestClaims:
             other.close()
 
     def test_without_a_server_everybody_encodes(self, redis_server):
-        claims = EncodeClaims(redis_server.url, timeout=0.2)
+        claims, other = EncodeClaims(redis_server.url, timeout=0.2), EncodeClaims(redis_server.url)
         redis_server.kill()
-        assert claims.claim([key_of("a")]) == {key_of("a")}
+        for name in "abcdef":
+            assert claims.claim([key_of(name)]) == {key_of(name)}
         claims.release([key_of("a")])
+        redis_server.start()
+
+        def asks_again():
+            claims.release([key_of("g")])
+            claims.claim([key_of("g")])
+            taken = other.claim([key_of("g")])
+            other.release(taken)
+            return not taken
+
+        until(asks_again)
         claims.close()
+        other.close()
 
     def test_what_is_claimed_is_no_entry(self, redis_server):
         claims = EncodeClaims(redis_server.url)

@@ -427,6 +427,20 @@ class TestFailures:
         assert set(store.fetch([here])) == {here}
         balanced(store)
 
+    @pytest.mark.parametrize("answer", [None, 3, {"a": "b"}, "key: None", "key: text"])
+    def test_a_tier_that_answers_anything_is_passed_over(self, make, answer):
+        far = MemoryTier(1 << 20, name="far")
+        (key,) = write(far, "a")
+        odd = MemoryTier(1 << 20, name="odd")
+        odd.get_many = lambda keys: {"key: None": {key: None}, "key: text": {key: "x"}}.get(str(answer), answer)
+        store = make(odd, far)
+        for _ in range(5):
+            assert same_bits(store.fetch([key])[key], rows_of("a"))
+            store.remove([key])
+            store.flush(10)
+            write(far, "a")
+        balanced(store)
+
     def test_writes_to_a_tier_that_fails_are_dropped_and_taken_up_again(self, make):
         tier = FaultyTier(MemoryTier(1 << 20))
         store = make(tier)

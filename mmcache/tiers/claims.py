@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from threading import Condition, Thread
 from typing import Any
 
-from mmcache.errors import ConfigError
+from mmcache.errors import ConfigError, TierError
+from mmcache.tiers.breaker import CircuitBreaker
 from mmcache.tiers.entry import Key
 from mmcache.tiers.redis import connect
 
@@ -48,6 +49,7 @@ class EncodeClaims:
             if value <= 0:
                 raise ConfigError("must be positive", field=field, found=value, expected="> 0")
         self._client, self._error = connect(url, timeout)
+        self._breaker = CircuitBreaker()
         self._lease_ms = max(1, int(lease_seconds * 1000))
         self._token = uuid.uuid4().hex
         self._condition = Condition()
@@ -102,16 +104,21 @@ class EncodeClaims:
                     self._held.pop(key, None)
 
     def _run(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Replies, or an exception for each command: who does not know whether others encode does it himself."""
         if not commands:
             return []
+        if not self._breaker.allows:
+            return [TierError("left alone for a while")] * len(commands)
         pipeline = self._client.pipeline(transaction=False)
         for command in commands:
             pipeline.execute_command(*command)
         try:
             replies: list[Any] = pipeline.execute(raise_on_error=False)
         except self._error as error:
-            _log.warning("claims cannot be asked for, everything is granted: %s", error)
+            if self._breaker.failure():
+                _log.warning("claims cannot be asked for, everything is granted until they can: %s", error)
             return [error] * len(commands)
+        self._breaker.success()
         return replies
 
 

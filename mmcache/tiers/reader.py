@@ -107,7 +107,13 @@ class TierReader:
                 except Empty:
                     break
             stopping = None in work
-            self._answer([ask for ask in work if isinstance(ask, Ask) and not ask.settled])
+            asks = [ask for ask in work if isinstance(ask, Ask) and not ask.settled]
+            try:
+                self._answer(asks)
+            except Exception:  # an answer of another shape than `Tier` says; nobody is to wait for its deadline
+                _log.exception("tier %s: unexpected answer", self._tier.name)
+                for ask in asks:
+                    self._give_up(ask)
             learn = {key: None for item in work if isinstance(item, _Learn) for key in item.keys}
             if learn and self.breaker.closed:
                 self._look(list(learn))
@@ -127,6 +133,13 @@ class TierReader:
                 entries |= got
         for ask in asks:
             self._decode(ask, entries, failed)
+
+    def _give_up(self, ask: Ask) -> None:
+        fetch = ask.settle()
+        if fetch is not None:
+            self._counters.add(errors=len(ask.keys))
+            self._failed(TierError("unexpected answer", field=self._tier.name), ask.keys[0])
+            self._on_expired(ask, fetch)
 
     def _decode(self, ask: Ask, entries: dict[Key, Entry], failed: dict[Key, None]) -> None:
         fetch = ask.fetch

@@ -279,13 +279,15 @@ class TieredStore:
                 return
 
     def _answered(self, ask: Ask, fetch: Fetch, found: Found, damaged: Sequence[Key]) -> None:
-        fetch.deliver({key: rows for key, (rows, _) in found.items()})
-        if damaged:
-            self._lanes[ask.stage].writer.remove(damaged)
-        for lane in self._lanes[: ask.stage]:
-            for key, (rows, entry) in found.items():
-                lane.writer.put(PendingRows(key, rows, entry=entry), promoted=True)
-        self._advance(fetch)
+        try:
+            fetch.deliver({key: rows for key, (rows, _) in found.items()})
+            if damaged:
+                self._lanes[ask.stage].writer.remove(damaged)
+            for lane in self._lanes[: ask.stage]:
+                for key, (rows, entry) in found.items():
+                    lane.writer.put(PendingRows(key, rows, entry=entry), promoted=True)
+        finally:
+            self._advance(fetch)  # the ask is settled, so that nobody else would
 
     def _cancel(self, fetch: Fetch) -> None:
         ask = fetch.ask

@@ -101,7 +101,7 @@ class TierWriter:
                 self._bytes += pending.nbytes
                 self._queued[key] = _Item(pending, promoted)
                 self._puts.append(key)
-                self._condition.notify()
+                self._condition.notify_all()
         if not fits:
             self._counters.add(dropped=1)
         return fits
@@ -112,7 +112,7 @@ class TierWriter:
             for key in keys:
                 self._forget(key)
                 self._removals[key] = None
-            self._condition.notify()
+            self._condition.notify_all()
         self._report_removed(self._knowledge.discard(keys))
 
     def clear(self, namespace: str | None) -> None:
@@ -121,7 +121,7 @@ class TierWriter:
             for key in [key for key in self._queued if namespace in (None, key.namespace)]:
                 self._forget(key)
             self._clears[namespace] = None
-            self._condition.notify()
+            self._condition.notify_all()
         self._report_removed(self._knowledge.discard_namespace(namespace))
 
     def flush(self, timeout: float | None) -> bool:
@@ -181,11 +181,8 @@ class TierWriter:
         return False
 
     def _pause(self) -> float | None:
-        """Seconds until something that waits is due, or None if it is told."""
-        due = [self._breaker.probe_due()]
-        if self._has_removals():
-            due.append(self._removals_at - time.monotonic())
-        return min((max(seconds, 0.001) for seconds in due if seconds is not None), default=None)
+        """Seconds until a removal that failed is due again; None where nothing waits for anything but a call."""
+        return max(self._removals_at - time.monotonic(), 0.001) if self._has_removals() else None
 
     def _has_removals(self) -> bool:
         return bool(self._removals or self._clears)
