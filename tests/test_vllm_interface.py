@@ -47,7 +47,7 @@ def test_what_is_read_of_vllms_objects_is_there() -> None:
 
     assert {"mm_encoder_output_widths", "ec_connector_extra_config", "engine_id"} <= names(ECTransferConfig)
     assert {"model", "revision", "dtype", "quantization", "multimodal_config", "hf_config"} <= names(ModelConfig)
-    assert {"rank", "world_size", "data_parallel_rank"} <= names(ParallelConfig)
+    assert {"rank", "world_size", "data_parallel_rank", "data_parallel_index"} <= names(ParallelConfig)
     assert {"max_num_batched_tokens"} <= names(SchedulerConfig)
     assert {"instance_id", "lora_config", "load_config", "num_speculative_tokens"} <= names(VllmConfig)
     assert {"identifier", "modality", "data", "mm_position"} <= names(MultiModalFeatureSpec)

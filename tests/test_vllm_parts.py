@@ -246,6 +246,19 @@ def test_processes_of_one_engine_must_agree_on_the_size() -> None:
     region.unlink()
 
 
+def test_two_engines_never_share_memory() -> None:
+    region = SharedRegion(f"test-{os.getpid()}-twice", 1 << 16)
+    region.claim()
+    region.attach(0, loads=True)
+    other = SharedRegion(f"test-{os.getpid()}-twice", 1 << 16)
+    with pytest.raises(ConfigError):
+        other.claim()
+    with pytest.raises(ConfigError):
+        other.attach(0, loads=True)
+    other.attach(1, loads=True)
+    region.unlink()
+
+
 def test_a_slot_without_a_header_holds_nothing() -> None:
     region = SharedRegion(f"test-{os.getpid()}-empty", 1 << 16)
     region.unlink()

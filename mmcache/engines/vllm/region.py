@@ -36,7 +36,7 @@ _FOLDER = Path("/dev/shm")
 _PREFIX = "mmcache-ec-"
 _MAX_WORKERS = 256
 _CELL_WORDS = 16
-_CELLS_BYTES = _MAX_WORKERS * _CELL_WORDS * 8
+_CELLS_BYTES = (_MAX_WORKERS + 1) * _CELL_WORDS * 8  # the last one is the scheduler's
 _WRITTEN = 0x4D4D43_57524954
 _STALE_SECONDS = 60.0
 
@@ -47,7 +47,7 @@ class Cell:
     ROLE, STEP, LOADS, LOAD_BYTES, LOAD_NS, SAVES, SAVE_BYTES, SAVE_NS, REFUSED = range(9)
 
 
-_LOADING, _BYSTANDER = 1, 2  # roles
+_LOADING, _BYSTANDER, _SCHEDULER = 1, 2, 3  # roles
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,18 +110,35 @@ class SharedRegion:
             os.close(self._fd)
             raise
         whole: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
-        self._cells = whole[:_CELLS_BYTES].view(np.uint64).reshape(_MAX_WORKERS, _CELL_WORDS)
+        self._cells = whole[:_CELLS_BYTES].view(np.uint64).reshape(-1, _CELL_WORDS)
         self._slots = whole[_CELLS_BYTES:]
 
     # -- cells
 
     def attach(self, rank: int, *, loads: bool) -> npt.NDArray[np.uint64]:
-        """A worker's own cell; `loads`: it runs the first pipeline stage, and has to be waited for."""
+        """A worker's own cell; `loads`: it runs the first pipeline stage, and has to be waited for.
+
+        Raises:
+            ConfigError: no such cell, or another worker has it.
+        """
         if not 0 <= rank < _MAX_WORKERS:
             raise ConfigError("too many workers", field="rank", found=rank, expected=f"< {_MAX_WORKERS}")
         cell: npt.NDArray[np.uint64] = self._cells[rank]
+        if cell[Cell.ROLE]:
+            raise ConfigError("two workers of one rank share memory; engines need ids of their own", field="engine_id")
         cell[Cell.ROLE] = _LOADING if loads else _BYSTANDER
         return cell
+
+    def claim(self) -> None:
+        """Be the one scheduler that decides what lies in this memory.
+
+        Raises:
+            ConfigError: there is one already.
+        """
+        cell = self._cells[_MAX_WORKERS]
+        if cell[Cell.ROLE]:
+            raise ConfigError("two schedulers share memory; engines need ids of their own", field="engine_id")
+        cell[Cell.ROLE] = _SCHEDULER
 
     def loading_ranks(self, workers: int) -> list[int] | None:
         """Ranks that load, or None while not all of the engine's workers share this memory."""

@@ -26,7 +26,9 @@ _CLOSE_SECONDS = 5.0
 def region_name(config: Any) -> str:
     """A name for the shared memory that an engine's processes agree on, and no other engine uses."""
     transfer, parallel = config.ec_transfer_config, config.parallel_config
-    return f"{config.instance_id}-{transfer.engine_id}-{parallel.data_parallel_rank}"
+    # Engines of a dense model all have data-parallel rank 0; the index tells them apart
+    where = f"{parallel.data_parallel_index}-{parallel.data_parallel_rank}"
+    return f"{config.instance_id}-{transfer.engine_id}-{where}"
 
 
 class OpenedScheduler:
@@ -102,6 +104,7 @@ def open_scheduler_side(
     Raises:
         ConfigError: see `Settings`, `open_stores` and `engine_namespace`.
     """
+    region.claim()
     model, transfer, parallel = config.model_config, config.ec_transfer_config, config.parallel_config
     hasher = _hasher(settings.salt)
     namespace = engine_namespace(
