@@ -23,8 +23,8 @@ TEMPLATE = (
 )
 
 
-def write_model(folder: Path, *, seed: int = 0) -> Path:
-    """Write model, tokenizer and processor. Another seed gives other weights of the same shapes."""
+def write_model(folder: Path, *, seed: int = 0, **vision: int) -> Path:
+    """Write model, tokenizer and processor. Another seed gives other weights; `vision` changes the encoder's shape."""
     import torch
     from transformers import Idefics3Config, Idefics3ForConditionalGeneration
 
@@ -39,7 +39,8 @@ def write_model(folder: Path, *, seed: int = 0) -> Path:
             "num_attention_heads": 2,
             "image_size": 64,
             "patch_size": 8,
-        },
+        }
+        | vision,
         text_config={
             "model_type": "llama",
             "hidden_size": 128,

@@ -1,0 +1,128 @@
+"""Encodes and time to first token in vLLM: without a connector, with vLLM's example connector, and with mmcache's.
+
+Several chats that take turns, each turn with a picture more, in an engine whose KV and encoder caches are too small for
+all of them: what is evicted has to be encoded again, unless it is kept elsewhere. Every engine is a process of its own.
+`cold` starts with an empty store; `warm` is the next engine with the store that `cold` left.
+
+    VENV/bin/python bench/vllm_connector.py [--chats 4] [--turns 3] [--layers 12] [--rounds 1]
+
+Run it in an environment with vLLM and mmcache. Times are medians over all requests; ratios are what carries over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parent.parent / "tests"
+sys.path.insert(0, str(TESTS))
+
+import vllm_tiny  # noqa: E402
+
+VARIANTS = ("none", "example", "cpu", "mmcache")
+
+
+def connector(variant: str, folder: Path) -> dict[str, Any] | None:
+    if variant == "example":
+        return {"name": "ECExampleConnector", "shared_storage_path": str(folder)}
+    if variant == "cpu":
+        return {"name": "ECCPUConnector", "ec_cpu_bytes": 64 << 20}
+    if variant == "mmcache":
+        return {"store": f"file://{folder}", "memory_bytes": 64 << 20}
+    return None
+
+
+def trace(model: str, variant: str, folder: Path, chats: int, turns: int) -> dict[str, Any]:
+    """Run all chats, turn by turn, and time each request."""
+    from vllm_scenarios import Engine, ask
+
+    engine = Engine(
+        model,
+        connector(variant, folder),
+        max_num_batched_tokens=1024,
+        kv_cache_memory_bytes=2 << 20,
+        limit_mm_per_prompt={"image": turns},
+    )
+    engine.run(ask(999))  # compilation and caches of the process
+    histories: list[list[dict[str, Any]]] = [[] for _ in range(chats)]
+    first_tokens, answers, before = [], [], engine.encoded
+    for turn in range(turns):
+        for chat, history in enumerate(histories):
+            history.append(ask(100 * chat + turn, text=f"turn {turn}"))
+            output = engine.llm.chat([history], engine.sampling, use_tqdm=False)[0]
+            first_tokens.append(output.metrics.first_token_latency)
+            answers.append(list(output.outputs[0].token_ids))
+            history.append({"role": "assistant", "content": f"answer {turn}"})
+    return {"encodes": engine.encoded - before, "first_tokens": first_tokens, "answers": answers}
+
+
+def measure(arguments: argparse.Namespace, model: Path, variant: str, folder: Path) -> dict[str, Any] | str:
+    command = [sys.executable, __file__, "--chats", str(arguments.chats), "--turns", str(arguments.turns)]
+    process = subprocess.run(
+        [*command, "--one", json.dumps([str(model), variant, str(folder)])],
+        env=os.environ | vllm_tiny.environment() | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    for line in reversed(process.stdout.splitlines()):
+        if line.startswith("RESULT "):
+            return dict(json.loads(line.removeprefix("RESULT ")))
+    errors = [line for line in process.stdout.splitlines() if "Error" in line]
+    return errors[-1] if errors else f"ended with {process.returncode}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chats", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=12, help="of the vision encoder")
+    parser.add_argument("--rounds", type=int, default=1, help="engines of each kind, interleaved")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        model, variant, folder = json.loads(arguments.one)
+        result = trace(model, variant, Path(folder), arguments.chats, arguments.turns)
+        print("\nRESULT " + json.dumps(result), flush=True)
+        return
+    with tempfile.TemporaryDirectory() as work:
+        root = Path(work)
+        model = vllm_tiny.write_model(
+            root / "model", hidden_size=512, intermediate_size=2048, num_hidden_layers=arguments.layers
+        )
+        report(arguments, model, root)
+
+
+def report(arguments: argparse.Namespace, model: Path, root: Path) -> None:
+    results: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for round_ in range(arguments.rounds):
+        for variant in VARIANTS:
+            folder = root / f"{variant}-{round_}"
+            folder.mkdir()
+            for phase in ("cold", "warm"):
+                result = measure(arguments, model, variant, folder)
+                if isinstance(result, str):
+                    print(f"{variant}: does not run here: {result}")
+                    break
+                results.setdefault((variant, phase), []).append(result)
+    plain = results["none", "cold"] + results["none", "warm"]
+    base = statistics.median(t for result in plain for t in result["first_tokens"])
+    print(f"{arguments.chats} chats of {arguments.turns} turns; {arguments.chats * arguments.turns} pictures\n")
+    print("| connector | store | encodes | first token, ms | ratio | same tokens |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for (variant, phase), runs in results.items():
+        first = statistics.median(t for result in runs for t in result["first_tokens"])
+        encodes = statistics.median(result["encodes"] for result in runs)
+        same = all(result["answers"] == plain[0]["answers"] for result in runs)
+        print(f"| {variant} | {phase} | {encodes:g} | {first * 1000:.1f} | {first / base:.2f} | {same} |")
+
+
+if __name__ == "__main__":
+    main()
