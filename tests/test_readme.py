@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -12,7 +13,8 @@ README = Path(__file__).parent.parent / "README.md"
 
 def test_the_example_runs_and_moves_one_picture_a_turn() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd="/")
+    env = {**os.environ, "PYTHONPATH": str(README.parent)}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
     assert result.returncode == 0, result.stderr
     first, second = result.stdout.splitlines()
     assert "window (0, 7), moved 256 B, covered 0 B, grids 1, (7, 32)" in first
