@@ -15,7 +15,7 @@ import torch
 from audit_stubs import GRID, TAKEN_BACK, Guarded, MovedGrid, PatchPositions, Tower, patches
 from torch import Tensor, nn
 
-from mmcache.audit import AuditReport, Verdict, audit
+from mmcache.audit import Auditor, AuditReport, Verdict, audit
 from mmcache.errors import FieldError
 from mmcache.fields import FieldConfig
 from mmcache.models import field_configs
@@ -341,6 +341,20 @@ def test_nested_lists_and_arrays_are_fields_too() -> None:
     assert [f.name for f in audit(encoder, batch, configs(crops=True, sizes=False)).wrong] == ["crops", "sizes"]
 
 
+def test_an_auditor_runs_the_consumer_once_for_each_placement() -> None:
+    runs = []
+
+    def encoder(pixel_values: Tensor, grid: Tensor) -> list[Tensor]:
+        runs.append((pixel_values.is_cpu, grid.is_cpu))
+        return split_rows(pixel_values, grid)
+
+    auditor = Auditor(encoder, BATCH)
+    assert not auditor.audit(configs(pixel_values=False, grid=True)).wrong
+    assert sorted(runs) == [(False, False), (False, True), (True, True)]
+    assert auditor.audit(configs(pixel_values=False, grid=False), only=["grid"])["grid"].wrong
+    assert len(runs) == 3
+
+
 def test_the_batch_and_the_weights_stay_as_they_were() -> None:
     grid, weights = GRID.clone(), TOWER.weight.weight.detach().clone()
 
@@ -355,7 +369,8 @@ def test_the_batch_and_the_weights_stay_as_they_were() -> None:
 
 
 def test_configs_that_the_batch_lacks_are_ignored_and_only_some_may_be_judged() -> None:
-    report = audit(split_rows, BATCH, configs(pixel_values=False, grid=False, missing=True), only=["pixel_values"])
+    marks = configs(pixel_values=False, grid=False, missing=True)
+    report = Auditor(split_rows, BATCH).audit(marks, only=["pixel_values"])
     assert verdicts(report) == {"pixel_values": "right"}
     with pytest.raises(KeyError):
         report["missing"]

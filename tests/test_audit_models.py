@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmcache.audit import Subject, Verdict, audit, audit_model, load_subject
+from mmcache.audit import Auditor, Subject, Verdict, audit_model, load_subject
 from mmcache.audit.tiny import TINY
 from mmcache.cli import main
 from mmcache.engines.transformers.tiny import FAMILIES as ENGINE_FAMILIES
@@ -128,11 +128,12 @@ def test_the_engine_s_adapters_agree_with_the_tables(model_type: str) -> None:
         numbers = [fields[name].tolist() for name in ("audio_num_tokens",) if name in fields]
         return numbers, field_configs(model_type, fields)
 
-    shipped = audit(encoder, made, configs, lengths=lengths)
+    auditor = Auditor(encoder, made, lengths=lengths)
+    shipped = auditor.audit(configs)
     assert not shipped.wrong, str(shipped)
     for name, config in configs.items():
         flipped = {**configs, name: replace(config, keep_on_cpu=not config.keep_on_cpu)}
-        field = audit(encoder, made, flipped, lengths=lengths, only=[name])[name]
+        field = auditor.audit(flipped, only=[name])[name]
         assert field.wrong, f"{name}: {field.reason}"
 
 

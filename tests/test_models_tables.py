@@ -101,7 +101,10 @@ VLLM = {
         "audio_input_features B audio, audio_embed_sizes B audio cpu, audio_attention_mask B audio"
     ),
     "kimi_vl": "pixel_values F image, image_grid_hws B image cpu",
-    "ernie4_5_vl_moe": QWEN.replace("cpu", "cpu moved"),
+    "ernie4_5_vl_moe": (
+        "pixel_values F image, image_grid_thw B image cpu moved, "
+        "pixel_values_videos F video, video_grid_thw B video cpu moved"
+    ),
     "isaac": "pixel_values F image, image_grid_thw B image cpu moved",
     "fireredlid": "input_features B audio, speech_lengths B audio, fake_token_lengths B audio",
     "moss_transcribe_diarize": (

@@ -14,7 +14,7 @@ from torch import Tensor
 from mmcache.audit.report import AuditReport
 from mmcache.audit.samples import SAMPLES, Batch
 from mmcache.audit.tiny import TINY
-from mmcache.audit.verdicts import audit
+from mmcache.audit.verdicts import Auditor
 from mmcache.errors import ConfigError
 from mmcache.models import OnDevice, family, field_configs, field_table
 
@@ -38,6 +38,7 @@ class Subject:
         self.model = model
         self.batch = batch
         self.configs = field_configs(model_type, batch, strict=True)
+        self._auditor = Auditor(self.encoder, batch, positions=self.positions, lengths=self.lengths)
         self.moved = {entry.name for entry in field_table(model_type).fields if entry.moved}
 
     def encoder(self, *, input_ids: Any = None, **fields: Any) -> Any:
@@ -74,7 +75,7 @@ class Subject:
             name: replace(config, keep_on_cpu=(marks or {}).get(name, config.keep_on_cpu))
             for name, config in self.configs.items()
         }
-        return audit(self.encoder, self.batch, configs, positions=self.positions, lengths=self.lengths, only=only)
+        return self._auditor.audit(configs, only=only)
 
     def _calls(self, fields: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
         calls = []

@@ -13,7 +13,7 @@ from mmcache.errors import FieldError
 from mmcache.fields import FieldConfig
 from mmcache.fields.values import as_value
 
-__all__ = ["audit"]
+__all__ = ["Auditor", "audit"]
 
 _ROUNDS = 4
 
@@ -25,6 +25,76 @@ class _Place(StrEnum):
     BOTH = "both"
 
 
+class Auditor:
+    """A consumer and a batch of fields, to be audited with several configs: its runs are remembered.
+
+    Args:
+        encoder: takes fields by name (those it has parameters for), or in one mapping if it has one parameter.
+        batch: name to tensor, array or nested list, all fields joined. What has no config (token ids) is passed to
+            parameters of its name: on the device to `encoder`, on the CPU to the others.
+        positions, lengths: what else reads fields, on the CPU: position ids; counts of patches and placeholders.
+        device: the device to simulate.
+    """
+
+    def __init__(
+        self,
+        encoder: Callable[..., Any],
+        batch: Mapping[str, Any],
+        *,
+        positions: Callable[..., Any] | None = None,
+        lengths: Callable[..., Any] | None = None,
+        device: str = "cuda:0",
+    ) -> None:
+        self._consumer = Consumer(encoder, positions, lengths)
+        self._batch = {name: value for name, value in batch.items() if value is not None}
+        self._device = device
+        self._seen: dict[tuple[frozenset[str], frozenset[str]], Observation] = {}
+
+    def audit(self, configs: Mapping[str, FieldConfig], *, only: Collection[str] | None = None) -> AuditReport:
+        """Judge the places that `configs` gives the fields.
+
+        Args:
+            configs: name to config, as of `split_fields`; those that the batch lacks are ignored.
+            only: the fields to judge, where not all are; each costs a run of the consumer.
+
+        Raises:
+            FieldError: a config is none, or a field's value is no tensor.
+            Exception: what the consumer raises, where no other place of one field makes it run.
+        """
+        for name, config in configs.items():
+            if not isinstance(config, FieldConfig):
+                raise FieldError("a config is a FieldConfig", field=name, found=type(config).__name__)
+        marks = {name: config.keep_on_cpu for name, config in configs.items() if name in self._batch}
+        judged = [name for name in marks if only is None or name in only]
+        reports = self._judge(marks, configs, judged)
+        suggested = {**marks, **{name: report.right_mark for name, report in reports.items()}}
+        for _ in range(_ROUNDS):
+            # One wrong mark can hide another: the suggestion is audited itself until it stands.
+            again = self._judge(suggested, configs, judged)
+            better = {**marks, **{name: report.right_mark for name, report in again.items()}}
+            if better == suggested:
+                break
+            suggested = better
+        return AuditReport(tuple(reports.values()), self._device, suggested)
+
+    def _judge(
+        self, marks: Mapping[str, bool], configs: Mapping[str, FieldConfig], names: Collection[str]
+    ) -> dict[str, FieldReport]:
+        base = self._run(marks)
+        others = {name: self._run({**marks, name: not marks[name]}) for name in names}
+        if base.error is not None and all(other.error is not None for other in others.values()):
+            raise base.error[1]
+        return {name: _report(name, configs[name], marks[name], base, others[name]) for name in names}
+
+    def _run(self, marks: Mapping[str, bool]) -> Observation:
+        key = frozenset(marks), frozenset(name for name, marked in marks.items() if marked)
+        if key not in self._seen:
+            fields = {name: as_value(self._batch[name], name, keep_on_cpu=True) for name in marks}
+            text = {name: value for name, value in self._batch.items() if name not in marks}
+            self._seen[key] = observe(self._consumer, fields, text, marks, self._device)
+        return self._seen[key]
+
+
 def audit(
     encoder: Callable[..., Any],
     batch: Mapping[str, Any],
@@ -32,70 +102,15 @@ def audit(
     *,
     positions: Callable[..., Any] | None = None,
     lengths: Callable[..., Any] | None = None,
-    only: Collection[str] | None = None,
     device: str = "cuda:0",
 ) -> AuditReport:
     """Prove where the fields of a batch belong, by running what consumes them. No GPU is needed.
 
     The consumer runs on the simulated device, once with the fields where `configs` places them and once for each field
     with that one in the other place. Modules that `encoder` and the other callables are, are bound to or refer to have
-    their parameters and buffers on the device.
-
-    Args:
-        encoder: takes fields by name (those it has parameters for), or in one mapping if it has one parameter.
-        batch: name to tensor, array or nested list, all fields joined. What has no config (token ids) is passed to
-            parameters of its name: on the device to `encoder`, on the CPU to the others.
-        configs: name to config, as of `split_fields`; those that the batch lacks are ignored.
-        positions, lengths: what else reads fields, on the CPU: position ids; counts of patches and placeholders.
-        only: the fields to judge, where not all are; each costs a run of the consumer.
-        device: the device to simulate.
-
-    Raises:
-        FieldError: a config is none, or a field's value is no tensor.
-        Exception: what the consumer raises, where no other place of one field makes it run.
+    their parameters and buffers on the device. Arguments and errors: see `Auditor` and its method `audit`.
     """
-    fields = {}
-    for name, config in configs.items():
-        if not isinstance(config, FieldConfig):
-            raise FieldError("a config is a FieldConfig", field=name, found=type(config).__name__)
-        if batch.get(name) is not None:
-            fields[name] = as_value(batch[name], name, keep_on_cpu=True)
-    text = {name: value for name, value in batch.items() if name not in configs and value is not None}
-    consumer = Consumer(encoder, positions, lengths)
-
-    seen: dict[frozenset[str], Observation] = {}
-
-    def run(marks: Mapping[str, bool]) -> Observation:
-        kept = frozenset(name for name, marked in marks.items() if marked)
-        if kept not in seen:
-            seen[kept] = observe(consumer, fields, text, marks, device)
-        return seen[kept]
-
-    marks = {name: configs[name].keep_on_cpu for name in fields}
-    judged = [name for name in fields if only is None or name in only]
-    reports = _judge(run, marks, configs, judged)
-    suggested = {**marks, **{name: report.right_mark for name, report in reports.items()}}
-    for _ in range(_ROUNDS):
-        # One wrong mark can hide another: the suggestion is audited itself until it stands.
-        again = _judge(run, suggested, configs, judged) if suggested != marks else reports
-        better = {**marks, **{name: report.right_mark for name, report in again.items()}}
-        if better == suggested:
-            break
-        suggested = better
-    return AuditReport(tuple(reports.values()), device, suggested)
-
-
-def _judge(
-    run: Callable[[Mapping[str, bool]], Observation],
-    marks: Mapping[str, bool],
-    configs: Mapping[str, FieldConfig],
-    names: Collection[str],
-) -> dict[str, FieldReport]:
-    base = run(marks)
-    others = {name: run({**marks, name: not marks[name]}) for name in names}
-    if base.error is not None and all(other.error is not None for other in others.values()):
-        raise base.error[1]
-    return {name: _report(name, configs[name], marks[name], base, others[name]) for name in names}
+    return Auditor(encoder, batch, positions=positions, lengths=lengths, device=device).audit(configs)
 
 
 def _report(name: str, config: FieldConfig, marked: bool, base: Observation, other: Observation) -> FieldReport:

@@ -70,7 +70,7 @@ AUDIO_FAMILIES = (
     ),
     Family(
         "FireRedLID",
-        ("fireredlid", "FireRedLIDForConditionalGeneration"),
+        ("fireredlid", "firered_lid", "FireRedLIDForConditionalGeneration"),
         tables(
             (
                 B("input_features", "audio"),

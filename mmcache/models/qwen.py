@@ -66,7 +66,7 @@ QWEN_FAMILIES = (
             "Ernie4_5_VL_MoeForConditionalGeneration",
         ),
         tables(
-            PATCHES_MOVED,
+            tuple(entry for entry in PATCHES_MOVED if not entry.declared),
             note="patches are counted from the CPU copy; the grid goes to the device without waiting",
         ),
     ),
@@ -100,7 +100,12 @@ QWEN_FAMILIES = (
     ),
     Family(
         "LLaVA-OneVision2",
-        ("llava_onevision2", "LlavaOnevision2ForConditionalGeneration", "LlavaOneVision2ForConditionalGeneration"),
+        (
+            "llava_onevision2",
+            "llava_onevision_2",
+            "LlavaOnevision2ForConditionalGeneration",
+            "LlavaOneVision2ForConditionalGeneration",
+        ),
         tables(
             (
                 F("pixel_values", "image", products("image_grid_thw")),
