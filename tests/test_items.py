@@ -25,8 +25,10 @@ from mmcache import (
     PlaceholderError,
     PlaceholderRange,
     RequestError,
+    UnsupportedError,
     WindowError,
 )
+from mmcache.models import field_configs
 
 # -- ranges --------------------------------------------------------------------------------------
 
@@ -106,6 +108,16 @@ def test_values_do_not_change() -> None:
 def test_bad_items(arguments: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         MultimodalItem(*arguments)
+
+
+def test_what_is_out_of_scope_says_so() -> None:
+    with pytest.raises(UnsupportedError, match="cross-attention"):
+        MultimodalItem("image", None, None, "a")  # type: ignore[arg-type]
+    for embeds in (torch.ones(3, 4, dtype=torch.bfloat16), np.ones((3, 4), np.float32), [[0.5, 1.0]]):
+        with pytest.raises(UnsupportedError, match="prompt embeddings"):
+            MultimodalRequest("r", embeds)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="mllama"):
+        field_configs("mllama", {})
 
 
 @pytest.mark.parametrize("embeds", [torch.ones(3, 2), torch.ones(4), torch.ones(4, 2).long(), [[1.0]] * 4])

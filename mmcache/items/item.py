@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mmcache.errors import EmbeddingError, RequestError
+from mmcache.errors import EmbeddingError, RequestError, UnsupportedError
 from mmcache.fields import ItemFields
 from mmcache.items.placeholders import PlaceholderRange
 
@@ -38,9 +38,16 @@ class MultimodalItem:
                 is not stored. None for all others.
 
         Raises:
+            UnsupportedError: there is no placeholder: a cross-attention model's item.
             RequestError: an argument has the wrong type, or fields of another modality.
             EmbeddingError: `embeds` is not a floating-point `[placeholder.num_embeds, width]`.
         """
+        if placeholder is None:
+            raise UnsupportedError(
+                "an item without placeholder tokens, as cross-attention models have them, is out of scope",
+                expected="a PlaceholderRange",
+                found="None",
+            )
         if type(placeholder) is not PlaceholderRange:
             raise RequestError("an item's placeholder is a PlaceholderRange", found=type(placeholder).__name__)
         if type(identifier) is not str or not identifier:

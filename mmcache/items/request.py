@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from torch import Tensor
 
-from mmcache.errors import FieldError, PlaceholderError, RequestError
+from mmcache.errors import FieldError, PlaceholderError, RequestError, UnsupportedError
 from mmcache.fields import ItemFields
 from mmcache.items.item import MultimodalItem
 
@@ -327,6 +327,8 @@ _INT32 = np.iinfo(np.int32)
 def _as_tokens(token_ids: TokenIds, request_id: str) -> Int32Array:
     """The ids as one int32 array; a view of an int32 buffer, a conversion of anything else that holds integers."""
     if isinstance(token_ids, Tensor):
+        if token_ids.is_floating_point() and token_ids.dim() >= 2:
+            raise UnsupportedError("prompt embeddings are out of scope", request_id=request_id, expected="token ids")
         token_ids = token_ids.detach().cpu().numpy()
     try:
         array = np.asarray(token_ids)
@@ -334,6 +336,8 @@ def _as_tokens(token_ids: TokenIds, request_id: str) -> Int32Array:
         raise RequestError("token ids are a sequence of integers", request_id=request_id, found=str(error)) from None
     if array.size == 0 and array.ndim <= 1:
         return np.empty(0, np.int32)
+    if array.ndim >= 2 and array.dtype.kind == "f":
+        raise UnsupportedError("prompt embeddings are out of scope", request_id=request_id, expected="token ids")
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise RequestError(
             "token ids are one-dimensional integers",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from mmcache.errors import ConfigError, FieldError
+from mmcache.errors import ConfigError, FieldError, UnsupportedError
 from mmcache.fields import FieldConfig
 from mmcache.models.audio import AUDIO_FAMILIES
 from mmcache.models.entries import Consumer, Family, FieldEntry, Table
@@ -37,14 +37,32 @@ _TEXT = frozenset(
     }
 )
 _MAX_DEPTH = 8
+# Their decoders read encoder outputs by cross-attention: there are no placeholder tokens to merge rows into.
+_CROSS_ATTENTION = frozenset(
+    {
+        "BartForConditionalGeneration",
+        "Florence2ForConditionalGeneration",
+        "MllamaForConditionalGeneration",
+        "WhisperForConditionalGeneration",
+        "bart",
+        "florence2",
+        "mllama",
+        "whisper",
+    }
+)
 
 
 def family(model_type: str) -> Family:
     """The family that goes by a Hugging Face `model_type` or architecture.
 
     Raises:
+        UnsupportedError: the model reads its media by cross-attention.
         ConfigError: none does.
     """
+    if isinstance(model_type, str) and model_type in _CROSS_ATTENTION:
+        raise UnsupportedError(
+            "cross-attention encoder-decoder models have no placeholders to merge", found=repr(model_type)
+        )
     found = _BY_NAME.get(model_type) if isinstance(model_type, str) else None
     if found is None:
         known = ", ".join(entry.names[0] for entry in FAMILIES)
