@@ -127,7 +127,7 @@ def load_subject(model: str | Path, *, attention: str = "sdpa") -> Subject:
         except (OSError, ValueError) as error:
             raise ConfigError(f"{folder} holds no config that transformers knows: {error}") from error
         model_type = _model_type(config)
-        if any(folder.glob("*.safetensors")):
+        if any((*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin"))):
             weights = folder
     else:
         names = (str(model), *family(str(model)).names)

@@ -125,13 +125,15 @@ def _molmo2(config: Any) -> Batch:
     patches = vision.num_position_embeddings
     width = vision.num_channels * vision.patch_size**2
     pooling = torch.arange(3 * 4).reshape(3, 4)
+    # Indices count from the first patch of the batch; the first item has two crops, or frames.
+    second = 2 * patches
     return {
         "pixel_values": _noise(3, patches, width),
-        "image_token_pooling": torch.cat([pooling, pooling[:2]]),
+        "image_token_pooling": torch.cat([pooling, pooling[:2] + second]),
         "image_grids": torch.tensor([[1, 1, 1, 2], [1, 1, 1, 1]]),
         "image_num_crops": torch.tensor([2, 1]),
         "pixel_values_videos": _noise(3, patches, width),
-        "video_token_pooling": pooling,
+        "video_token_pooling": torch.cat([pooling[:2], pooling[:1] + second]),
         "video_grids": torch.tensor([[2, 1, 1], [1, 1, 1]]),
     }
 
