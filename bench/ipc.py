@@ -13,10 +13,12 @@ import argparse
 import contextlib
 import ctypes
 import gc
+import importlib.util
 import multiprocessing
 import os
 import pickle
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +27,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import msgspec
 import numpy as np
 import torch
 
@@ -86,6 +89,103 @@ def pickle_worker(channel: Connection, side: Connection, name: str) -> None:
         for item in request["items"]:
             if "pixel_values" in item:
                 read(item["pixel_values"])
+
+
+class VllmItem(msgspec.Struct):
+    """An item as vLLM's front end would hand it on: tensors, None where they were stripped."""
+
+    id: str
+    place: tuple[int, int]
+    grid: torch.Tensor
+    pixels: torch.Tensor | None
+
+
+class VllmRequest(msgspec.Struct):
+    """A request as vLLM passes it: tokens are a list of numbers."""
+
+    id: str
+    tokens: list[int]
+    items: list[VllmItem]
+
+
+def msgpack_worker(channel: Connection, side: Connection, name: str) -> None:
+    import zmq
+    from vllm.v1.serial_utils import MsgpackDecoder
+
+    socket = zmq.Context().socket(zmq.PULL)
+    socket.bind(name)
+    decoder = MsgpackDecoder(VllmRequest)
+    side.send_bytes(b"")
+    while True:
+        request = decoder.decode(socket.recv_multipart(copy=False))
+        side.send_bytes(b"")
+        for item in request.items:
+            if item.pixels is not None:
+                read(item.pixels)
+
+
+def queue_worker(channel: Connection, side: Connection, name: str) -> None:
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+    queue = MessageQueue.create_from_handle(channel.recv(), 0)
+    queue.wait_until_ready()
+    while True:
+        request = queue.dequeue()
+        side.send_bytes(b"")
+        for item in request["items"]:
+            if item["pixels"] is not None:
+                read(item["pixels"])
+
+
+class VllmWays:
+    """vLLM's own transports, where it is installed: MessagePack over ZeroMQ, and its message queue."""
+
+    def __init__(self, folder: str) -> None:
+        import zmq
+        from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+        from vllm.v1.serial_utils import MsgpackEncoder
+
+        address = f"ipc://{folder}/msgpack"
+        _, self.msgpack_side = spawn(msgpack_worker, address)
+        self.msgpack_side.recv_bytes()
+        self.socket = zmq.Context().socket(zmq.PUSH)
+        self.socket.connect(address)
+        self.encoder = MsgpackEncoder()
+        self.queues: dict[str, tuple[Any, Connection]] = {}
+        for name, arena in (("MessageQueue", False), ("MessageQueue + tensor arena", True)):
+            queue = MessageQueue(1, 1, enable_shm_tensor_arena=arena)
+            channel, side = spawn(queue_worker)
+            channel.send(queue.export_handle())
+            queue.wait_until_ready()
+            self.queues[name] = (queue, side)
+
+    def ways(self, request: MultimodalRequest, new: int) -> dict[str, Callable[[], object]]:
+        """Each way to bring this request to its worker."""
+        first = len(request.items) - new
+        items = [
+            VllmItem(
+                item.identifier,
+                (item.placeholder.offset, item.placeholder.length),
+                item.fields["image_grid_thw"],
+                item.fields["pixel_values"] if index >= first else None,
+            )
+            for index, item in enumerate(request.items)
+        ]
+        message = VllmRequest(request.request_id, request.token_ids.tolist(), items)
+        plain = {**msgspec.structs.asdict(message), "items": [msgspec.structs.asdict(item) for item in items]}
+
+        def msgpack() -> None:
+            self.socket.send_multipart(self.encoder.encode(message), copy=False)
+            self.msgpack_side.recv_bytes()
+
+        def enqueue(queue: Any, side: Connection) -> None:
+            queue.enqueue(plain)
+            side.recv_bytes()
+
+        ways: dict[str, Callable[[], object]] = {"vLLM msgpack, ZeroMQ": msgpack}
+        for name, ends in self.queues.items():
+            ways[f"vLLM {name}"] = partial(enqueue, *ends)
+        return ways
 
 
 def echo_worker(channel: Connection, side: Connection, name: str) -> None:
@@ -200,6 +300,7 @@ def compare(rounds: int, images: int) -> None:
     workload = Workload(images)
     bytes_each = PATCHES * WIDTH * 4
     ours = Mmcache(workload, 1, 2 * images * bytes_each)
+    vllm = VllmWays(tempfile.mkdtemp()) if importlib.util.find_spec("vllm") else None
     in_band, out_of_band = spawn(pickle_worker), spawn(pickle_worker)
     echo, echo_side = spawn(echo_worker)
     # As large as the arena, so that a copy into it meets caches as cold as ours do.
@@ -232,15 +333,17 @@ def compare(rounds: int, images: int) -> None:
             ours.settle(prepared)
             for way, ends, oob in (("out of band", out_of_band, True), ("in band", in_band, False)):
                 found[f"pickle 5, {way}"] = clock(partial(pickled, *ends, plain, oob))
+            for way, call in ({} if vllm is None else vllm.ways(prepared[0], new)).items():
+                found[way] = clock(call)
             if number >= 2:
                 for way, seconds in found.items():
                     times.setdefault((case, way), []).append(seconds)
     for case, base in (("all new", "memcpy"), ("one new", "memcpy"), ("none new", "empty round trip")):
         floor = times[case, base]
-        for way in ("mmcache", "pickle 5, out of band", "pickle 5, in band"):
+        for way in [way for one, way in times if one == case and way not in ("memcpy", "empty round trip")]:
             ratio = statistics.median(one / other for one, other in zip(times[case, way], floor))
             ms, base_ms = (1e3 * statistics.median(values) for values in (times[case, way], floor))
-            print(f"{case:9} {way:24} {ms:9.3f} ms {ratio:7.2f} x {base} ({base_ms:.3f} ms)")
+            print(f"{case:9} {way:32} {ms:9.3f} ms {ratio:7.2f} x {base} ({base_ms:.3f} ms)")
     ours.arena.close()
 
 

@@ -128,7 +128,9 @@ def _columns(
                 columns.append(column)
     if not end:
         return columns, b""
-    block = torch.empty(aligned(end), dtype=torch.uint8)
+    if len(writes) == 1 and writes[0][1].is_contiguous():
+        return columns, writes[0][1].reshape(-1).view(torch.uint8).numpy().data
+    block = torch.zeros(aligned(end), dtype=torch.uint8)
     address = block.data_ptr()
     for offset, tensor in writes:
         write_tensor(address, block, offset, tensor)
