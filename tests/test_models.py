@@ -120,6 +120,16 @@ def test_transformers_packs_minicpm_crops_side_by_side_and_molmo2_by_grids() -> 
     }
     assert sizes("minicpmv4_6", batch, "pixel_values", "transformers") == [48, 24]
     assert sizes("minicpmv4_6", batch, "target_sizes", "transformers") == [2, 1]
+    frames = {
+        "pixel_values_videos": torch.zeros(1, 3, 4, 4 * (8 + 4 + 4 + 6)),
+        "target_sizes_videos": torch.tensor([[2, 4], [2, 2], [2, 2], [2, 3]]),
+        "num_patches_per_frame": torch.tensor([2, 1, 1]),
+        "num_frames_per_video": [2, 1],
+        "grids_videos": torch.zeros(3, 2),
+    }
+    assert sizes("minicpmv4_6", frames, "pixel_values_videos", "transformers") == [64, 24]
+    assert sizes("minicpmv4_6", frames, "target_sizes_videos", "transformers") == [3, 1]
+    assert sizes("minicpmv4_6", frames, "num_patches_per_frame", "transformers") == [2, 1]
     del batch["num_patches_per_image"]
     assert sizes("minicpmv4_6", batch, "pixel_values", "transformers") == [32, 16, 24]
     grids = {"image_grids": torch.tensor([[1, 2, 2, 3], [1, 1, 1, 1]]), "image_token_pooling": torch.zeros(10, 4)}
@@ -150,6 +160,11 @@ def test_a_batch_of_no_items_is_a_batch() -> None:
     assert sizes("qwen2_vl", batch, "pixel_values") == []
     assert sizes("qwen2_vl", batch, "image_embeds") == []
     assert field_configs("qwen2_vl", {}) == {}
+
+
+def test_sizes_of_internvl_come_from_the_engine_or_from_the_image_processor() -> None:
+    for name in ("image_num_patches", "num_patches"):
+        assert sizes("internvl", {"pixel_values": torch.zeros(3, 3), name: [2, 1]}, "pixel_values") == [2, 1]
 
 
 def test_missing_sizes_are_an_error_that_names_them() -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from mmcache.audit import load_subject
 from mmcache.audit.tiny import TINY
 from mmcache.fields import join_fields, split_fields
+from mmcache.models import field_configs
 
 pytestmark = pytest.mark.engine
 
@@ -83,3 +86,39 @@ def test_rows_of_swapped_items_are_told_apart(model_type: str) -> None:
         back = torch.cat(list(rows(subject.encoder(**join_fields(items[::-1])))))
     assert there.shape == back.shape
     assert not torch.allclose(there, back, rtol=1e-2, atol=1e-2)
+
+
+PROCESSORS = {
+    "qwen2_vl": ("qwen2_vl", "Qwen2VLImageProcessorPil"),
+    "ernie4_5_vl_moe": ("ernie4_5_vl_moe", "Ernie4_5_VLMoeImageProcessorPil"),
+    "llava": ("clip", "CLIPImageProcessorPil"),
+    "llava_next": ("llava_next", "LlavaNextImageProcessorPil"),
+    "llava_onevision": ("llava_onevision", "LlavaOnevisionImageProcessorPil"),
+    "pixtral": ("pixtral", "PixtralImageProcessorPil"),
+    "internvl": ("got_ocr2", "GotOcr2ImageProcessorPil"),
+    "gemma3": ("gemma3", "Gemma3ImageProcessorPil"),
+    "minicpmv4_6": ("minicpmv4_6", "MiniCPMV4_6ImageProcessorPil"),
+}
+
+
+@pytest.mark.parametrize("model_type", PROCESSORS)
+def test_what_real_image_processors_make_is_all_listed_and_falls_apart_by_image(model_type: str) -> None:
+    module, name = PROCESSORS[model_type]
+    found = import_module(f"transformers.models.{module}.image_processing_pil_{module}")
+    images = [Image.new("RGB", (120, 200), "red"), Image.new("RGB", (300, 160), "blue")]
+    processor = getattr(found, name)()
+    batch = processor(images=images, return_tensors="pt")
+    configs = field_configs(model_type, batch, strict=True)
+    assert set(configs) == set(batch)
+    items = split_fields(batch, configs)
+    assert [(modality, len(parts)) for modality, parts in items.items()] == [("image", 2)]
+    if model_type in PADDED:
+        return
+    for image, item in zip(images, items["image"]):
+        alone = processor(images=[image], return_tensors="pt")
+        (single,) = split_fields(alone, field_configs(model_type, alone))["image"]
+        assert all(same(item[field], single[field]) for field in single)
+
+
+# These pad all images of a batch to the largest.
+PADDED = {"llava_next", "llava_onevision", "pixtral"}

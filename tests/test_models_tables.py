@@ -88,7 +88,7 @@ VLLM = {
     ),
     "idefics3": "pixel_values F image, pixel_attention_mask F image, image_embeds B image, num_patches B image cpu",
     "smolvlm": "pixel_values F image, pixel_attention_mask F image, image_embeds B image, num_patches B image cpu",
-    "internvl": f"pixel_values F image, pixel_values_videos F video, {INTERNVL}",
+    "internvl": f"pixel_values F image, pixel_values_videos F video, {INTERNVL}, num_patches B image cpu",
     "internvl_chat": f"pixel_values_flat F image, pixel_values_flat_video F video, {INTERNVL}",
     "gemma3": "pixel_values F image, num_patches B image cpu, num_crops B image cpu",
     "phi4mm": (

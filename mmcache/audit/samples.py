@@ -146,7 +146,8 @@ def _minicpm(config: Any) -> Batch:
         "pixel_values": _noise(1, 3, patch, columns),
         "target_sizes": sizes,
         "num_patches_per_image": torch.tensor([2, 1]),
-        "num_patches_per_video": torch.tensor([1, 1]),
+        "num_frames_per_video": torch.tensor([1, 1]),
+        "num_patches_per_frame": torch.tensor([1, 1]),
         "pixel_values_videos": _noise(1, 3, patch, int(sizes[1:].prod(-1).sum()) * patch),
         "target_sizes_videos": sizes[1:].clone(),
     }

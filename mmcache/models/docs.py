@@ -24,7 +24,8 @@ value for all items. **On the CPU**: the field never goes to the device (`keep_o
 itself copies it to the device where it needs it, without waiting (`mmcache.models.OnDevice` does that).
 
 **Evidence**: *proved* means that the audit ran the consumer's own encoder and position code on a simulated device, with
-the marks below and with each of them flipped, in this project's tests (`mmcache audit --model TYPE` does it again).
+the marks below and with each of them flipped, in this project's tests (`mmcache audit --model TYPE` does it again), and
+that items cut out of a batch gave alone the rows that they gave in it.
 *Declared* means that the marks were read, not run; in a proved table, single fields are marked so. Flash attention has
 no CPU kernels and was not run. What vLLM declares was read in version 0.33.0; two families that it no longer has, in
 0.28.0.

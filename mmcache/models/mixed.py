@@ -16,7 +16,7 @@ from mmcache.models.entries import (
     tables,
 )
 from mmcache.models.qwen import PATCHES, PATCHES_MOVED
-from mmcache.models.sizes import columns, counts, entries, merged, products, unless, where
+from mmcache.models.sizes import columns, counts, entries, merged, products, sums, unless, where
 
 __all__ = ["MIXED_FAMILIES"]
 
@@ -39,26 +39,23 @@ def _minicpm(sizes_on_cpu: bool, *, picture_sizes: bool, switch: bool) -> tuple[
 
 
 _MINICPM = _minicpm(True, picture_sizes=True, switch=False)
+_CROPS = where("num_patches_per_image", counts("num_patches_per_image"))
+_FRAMES = where("num_frames_per_video", sums("num_patches_per_frame", "num_frames_per_video"))
 # As transformers takes them: crops side by side in one row of patches, their grids on the CPU.
 _MINICPM_PACKED = (
-    F(
-        "pixel_values",
-        "image",
-        where("target_sizes", columns("target_sizes", "num_patches_per_image")),
-        dim=3,
-    ),
-    F("target_sizes", "image", where("num_patches_per_image", counts("num_patches_per_image")), cpu=True),
+    F("pixel_values", "image", where("target_sizes", columns("target_sizes", _CROPS)), dim=3),
+    F("target_sizes", "image", _CROPS, cpu=True),
     B("num_patches_per_image", "image", cpu=True),
-    F(
-        "pixel_values_videos",
-        "video",
-        columns("target_sizes_videos", "num_patches_per_video"),
-        dim=3,
+    F("pixel_values_videos", "video", columns("target_sizes_videos", _FRAMES), dim=3),
+    F("target_sizes_videos", "video", _FRAMES, cpu=True),
+    B("num_frames_per_video", "video", cpu=True),
+    F("num_patches_per_frame", "video", counts("num_frames_per_video"), cpu=True),
+    *declared(
+        B("grids", "image", cpu=True),
+        F("grids_videos", "video", counts("num_frames_per_video"), cpu=True),
     ),
-    F("target_sizes_videos", "video", where("num_patches_per_video", counts("num_patches_per_video")), cpu=True),
-    B("num_patches_per_video", "video", cpu=True),
 )
-_MINICPM_NOTE = "the tower reads the grids on the CPU and copies what it makes of them; crop counts are the engine's"
+_MINICPM_NOTE = "the tower reads the grids on the CPU and copies what it makes of them"
 _PHI4_VLLM = (
     B("image_pixel_values", "image"),
     B("image_attention_mask", "image"),

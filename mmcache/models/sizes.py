@@ -24,6 +24,7 @@ __all__ = [
     "numbers",
     "pairs",
     "products",
+    "sums",
     "unless",
     "where",
 ]
@@ -111,13 +112,7 @@ def grouped(source: str, members: str) -> Sizes:
 
     def read(batch: Batch, field: str) -> list[int]:
         rows = [_product(row, source) for row in _needed(batch, source, field)]
-        lengths = _flat(_needed(batch, members, field))
-        if sum(lengths) != len(rows):
-            raise FieldError(
-                f"{members!r} does not add up to {source!r}", field=field, expected=len(rows), found=lengths
-            )
-        starts = [sum(lengths[:item]) for item in range(len(lengths))]
-        return [sum(rows[start : start + length]) for start, length in zip(starts, lengths)]
+        return _sums(rows, source, batch, members, field)
 
     return Sizes(f"prod({source}) summed over {members}", read)
 
@@ -150,20 +145,33 @@ def _divided(patches: Sizes) -> Sizes:
     return Sizes(f"{patches.text} / merge²", read)
 
 
-def columns(source: str, members: str) -> Sizes:
-    """Columns of images that are packed side by side: patches of an item's grids times the width of a patch."""
+def sums(source: str, members: str) -> Sizes:
+    """The values of `source`, summed over each item's `members` values."""
 
     def read(batch: Batch, field: str) -> list[int]:
-        # Where nobody counted them, each image is one crop.
-        rule = products(source) if batch.get(members) is None else grouped(source, members)
-        found = rule.read(batch, field) or []
-        width = int(batch[field].shape[-1])
-        total = sum(found)
-        if not total or width % total:
-            raise FieldError("its columns are no multiple of the patches", field=field, expected=total, found=width)
-        return [size * (width // total) for size in found]
+        return _sums(_flat(_needed(batch, source, field)), source, batch, members, field)
 
-    return Sizes(f"patch width * prod({source}) summed over {members}", read)
+    return Sizes(f"{source} summed over {members}", read)
+
+
+def columns(source: str, rows: Sizes) -> Sizes:
+    """Columns of images that are packed side by side: the patches of an item's grids times the width of a patch.
+
+    Args:
+        source: the grids.
+        rows: how many of them each item owns.
+    """
+
+    def read(batch: Batch, field: str) -> list[int]:
+        found = [_product(row, source) for row in _needed(batch, source, field)]
+        width, total = int(batch[field].shape[-1]), sum(found)
+        if width and (not total or width % total):
+            raise FieldError("its columns are no multiple of the patches", field=field, expected=total, found=width)
+        owned = rows.read(batch, source)
+        items = found if owned is None else _grouped(found, owned, source, rows.text, field)
+        return [size * (width // total) for size in items] if total else items
+
+    return Sizes(f"patch width * prod({source})", read)
 
 
 def pairs(source: str) -> Sizes:
@@ -201,6 +209,18 @@ def unless(present: str, sizes: Sizes) -> Sizes:
         return None if batch.get(present) is not None else sizes.read(batch, field)
 
     return Sizes(f"{sizes.text}; batched where there are {present}", read)
+
+
+def _sums(values: list[int], source: str, batch: Batch, members: str, field: str) -> list[int]:
+    return _grouped(values, _flat(_needed(batch, members, field)), source, members, field)
+
+
+def _grouped(values: list[int], lengths: list[int], source: str, members: str, field: str) -> list[int]:
+    if sum(lengths) != len(values):
+        text = f"{members!r} does not add up to the rows of {source!r}"
+        raise FieldError(text, field=field, expected=len(values), found=lengths)
+    starts = [sum(lengths[:item]) for item in range(len(lengths))]
+    return [sum(values[start : start + length]) for start, length in zip(starts, lengths)]
 
 
 def _rows(value: Any) -> int:

@@ -91,11 +91,16 @@ VISION_FAMILIES = (
         ("internvl", "InternVLForConditionalGeneration", "InternVLModel"),
         tables(
             (
-                F("pixel_values", "image", counts("image_num_patches")),
+                F(
+                    "pixel_values",
+                    "image",
+                    where("image_num_patches", counts("image_num_patches"), counts("num_patches")),
+                ),
                 F("pixel_values_videos", "video", counts("video_num_patches")),
                 *_INTERNVL_COUNTS,
+                *declared(B("num_patches", "image", cpu=True)),
             ),
-            note="`image_num_patches` and its twin are made by the engine",
+            note="`image_num_patches` is the image processor's `num_patches`; its twin is made by the engine",
         ),
     ),
     Family(
