@@ -310,6 +310,13 @@ def test_what_lies_on_the_device_already_is_not_copied() -> None:
     assert OnDevice("cpu")(GRIDS) is GRIDS
 
 
+def test_tensors_of_inference_mode_are_copied_once_too() -> None:
+    with SimulatedDevice("cuda:0") as sim, torch.inference_mode():
+        on_device, lengths = OnDevice("cuda:0"), torch.tensor([1, 2])
+        assert on_device(lengths) is on_device(lengths)
+        assert len(sim.moves) == 1
+
+
 def test_what_was_written_to_since_is_copied_again() -> None:
     with SimulatedDevice("cuda:0") as sim:
         on_device, lengths = OnDevice("cuda:0"), torch.tensor([1, 2])

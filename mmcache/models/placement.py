@@ -29,17 +29,19 @@ class OnDevice:
     def __call__(self, tensor: Tensor) -> Tensor:
         """`tensor` on the device: itself if it lies there, else a copy that the host does not wait for.
 
-        A tensor that was written to since it was moved is moved again.
+        A tensor that was written to since it was moved is moved again (one of inference mode is not).
         """
         if tensor.device == self.device or (self.device.index is None and tensor.device.type == self.device.type):
             return tensor
+        # Tensors of inference mode do not count writes.
+        version = 0 if tensor.is_inference() else tensor._version
         held = self._copies.get(id(tensor))
-        if held is not None and held[1] == tensor._version:
+        if held is not None and held[1] == version:
             return held[2]
         source = tensor
         if tensor.device.type == "cpu" and self.device.type == "cuda" and not tensor.is_pinned():
             # Out of pageable memory the host would wait; PyTorch keeps a pinned block until the copy is done.
             source = tensor.contiguous().pin_memory()
         copy = source.to(self.device, non_blocking=True)
-        self._copies[id(tensor)] = (tensor, tensor._version, copy)
+        self._copies[id(tensor)] = (tensor, version, copy)
         return copy
