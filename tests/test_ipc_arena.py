@@ -118,8 +118,8 @@ def test_unreferenced_content_goes_in_the_order_of_its_last_use(arena: Arena) ->
         arena.release(arena.hold(name, block(16 * KB)))
     arena.release(arena.hold("a", block(16 * KB)))
     held = arena.hold("d", block(30 * KB))
-    assert arena.find("b", modality="", rows=0) is None
-    assert arena.find("a", modality="", rows=0) is not None
+    assert arena.find("b") is None
+    assert arena.find("a") is not None
     assert arena.stats().used <= arena.capacity_bytes
     arena.release(held)
 
@@ -137,7 +137,7 @@ def test_content_larger_than_the_arena_is_refused_at_once(arena: Arena) -> None:
     arena.release(arena.hold("a", block(30 * KB)))
     with pytest.raises(ArenaFullError, match="larger than the arena"):
         arena.hold("b", block(65 * KB))
-    assert arena.find("a", modality="", rows=0) is not None
+    assert arena.find("a") is not None
 
 
 def test_freed_pieces_join(arena: Arena) -> None:
@@ -158,7 +158,7 @@ def test_giving_back_more_than_was_held_is_an_error(arena: Arena) -> None:
 def test_discarded_content_is_not_found_and_stays_for_its_holders(arena: Arena) -> None:
     region = arena.hold("a", block(value=5))
     arena.discard("a")
-    assert arena.find("a", modality="", rows=0) is None
+    assert arena.find("a") is None
     assert content(attach(arena), region).eq(5).all()
     arena.release(region)
     assert arena.stats().regions == 0
@@ -168,10 +168,12 @@ def test_discarded_content_is_not_found_and_stays_for_its_holders(arena: Arena) 
 
 
 def test_content_of_another_kind_or_size_is_not_found(arena: Arena) -> None:
-    arena.hold("a", block(), modality="image", rows=3)
-    assert arena.find("a", modality="image", rows=4) is None
-    assert arena.find("a", modality="video", rows=3) is None
-    assert arena.find("a", modality="image", rows=3) is not None
+    held = arena.hold("a", block(), kind=("image", 3), note="how to read it")
+    assert arena.find("a", kind=("image", 4)) is None
+    assert arena.find("a") is None
+    found = arena.find("a", kind=("image", 3))
+    assert found is held
+    assert found.note == "how to read it"
 
 
 def test_a_failing_copy_leaves_nothing(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -301,21 +301,59 @@ def test_content_that_is_nowhere_is_one_error_before_anything_is_sent(scheduler:
     assert torch.equal(result["good"], expected(good, (0, 40)))
 
 
-def test_stripped_content_is_found_where_its_tenant_left_it(scheduler: Scheduler) -> None:
+def stripped(name: str, source: MultimodalRequest, salt: str | None = None) -> MultimodalRequest:
+    """The same request with metadata only."""
+    kept = [
+        ItemFields(
+            {"image_grid_thw": item.fields["image_grid_thw"]}, {"image_grid_thw": item.fields.config("image_grid_thw")}
+        )
+        for item in source.items
+    ]
+    items = [
+        MultimodalItem("image", fields, item.placeholder, item.identifier) for fields, item in zip(kept, source.items)
+    ]
+    return MultimodalRequest(name, source.token_ids, items, cache_salt=salt)
+
+
+@pytest.mark.parametrize("metadata", [True, False])
+def test_stripped_content_is_found_where_its_tenant_left_it(scheduler: Scheduler, metadata: bool) -> None:
     worker = scheduler.add("w")
     full = request("full", 24, images((0, 8), (10, 8)))
     scheduler.settle(scheduler.send(full))
     exchange(scheduler, [worker])
     scheduler.finish(full)
     scheduler.ledger.invalidate()
-    stripped = bare("stripped", "ab")
-    plan = scheduler.send(stripped)
+    poor = stripped("poor", full) if metadata else bare("poor", "ab")
+    plan = scheduler.send(poor)
     assert plan.missing == (0, 1)
-    with worker.receiver.next() as step:
-        assert torch.equal(step.parts[0]._payload[0]["pixel_values"], full.items[0].fields["pixel_values"])
-    other = MultimodalRequest("other", range(24), stripped.items, cache_salt="another tenant")
+    ((result,),) = exchange(scheduler, [worker])
+    assert torch.equal(result["poor"], expected(poor, (0, 24)))
     with pytest.raises(MissingContentError):
-        scheduler.send(other)
+        scheduler.send(stripped("other", full, salt="another tenant"))
+
+
+@pytest.mark.parametrize("metadata", [True, False])
+def test_content_can_be_supplied_later_as_long_as_the_request_lives(scheduler: Scheduler, metadata: bool) -> None:
+    worker = scheduler.add("w")
+    full = request("full", 24, images((0, 8), (10, 8)))
+    poor = stripped("poor", full) if metadata else bare("poor", "ab")
+    plan = scheduler.plan(poor)
+    for _ in range(2):
+        with pytest.raises(MissingContentError) as error:
+            scheduler.sender.send([(poor, plan)])
+    scheduler.sender.supply(poor, {index: full.items[index].fields for index in error.value.items})
+    scheduler.sender.send([(poor, plan)])
+    scheduler.settle(plan)
+    ((result,),) = exchange(scheduler, [worker])
+    assert torch.equal(result["poor"], expected(poor, (0, 24)))
+    scheduler.arena.clear()
+    worker.store.clear()
+    scheduler.send(poor)
+    ((result,),) = exchange(scheduler, [worker])
+    assert torch.equal(result["poor"], expected(poor, (0, 24)))
+    for wrong in ({9: full.items[0].fields}, {0: None}, {0: ItemFields({}, {})}):
+        with pytest.raises(RequestError):
+            scheduler.sender.supply(poor, wrong)
 
 
 def test_handles_to_drop_survive_a_rejected_request(scheduler: Scheduler) -> None:

@@ -58,10 +58,10 @@ class Region:
         nbytes: bytes of content.
         serial: number of the write, never used twice in an arena.
         fields: what lies in it.
-        rows, modality: of the item whose payload it is.
+        kind, note: as given to `hold`.
     """
 
-    __slots__ = ("fields", "key", "modality", "nbytes", "offset", "refs", "rows", "serial", "sources")
+    __slots__ = ("fields", "key", "kind", "nbytes", "note", "offset", "refs", "serial", "sources")
 
     def __init__(self, offset: int, nbytes: int, serial: int) -> None:
         self.offset = offset
@@ -70,8 +70,8 @@ class Region:
         self.refs = 1
         self.key: Hashable = None
         self.fields: tuple[StoredField, ...] = ()
-        self.rows = 0
-        self.modality = ""
+        self.kind: Hashable = None
+        self.note: object = None
         self.sources: tuple[tuple[weakref.ref[Tensor], int], ...] = ()
 
 
@@ -116,7 +116,9 @@ class Arena:
         self._used = self._referenced = self._written = 0
         self._regions = self._writes = self._reuses = self._evictions = 0
 
-    def hold(self, key: Hashable, fields: Mapping[str, FieldValue], *, modality: str = "", rows: int = 0) -> Region:
+    def hold(
+        self, key: Hashable, fields: Mapping[str, FieldValue], *, kind: Hashable = None, note: object = None
+    ) -> Region:
         """The content in the arena, written if it is not there, with one reference for the caller.
 
         What lies under the key already is used if it has the same layout and the same bits; otherwise the content given
@@ -125,7 +127,8 @@ class Arena:
         Args:
             key: names the content, e.g. the tenant and the content digest.
             fields: name to value; tensors of any stride, dtype and device.
-            modality, rows: of the item, for `find`.
+            kind: what it is; content of another kind is other content.
+            note: kept with it for whoever finds it.
 
         Raises:
             ArenaFullError: no room even when all that is unreferenced goes, or more than the whole budget (then nothing
@@ -141,12 +144,12 @@ class Arena:
             tensors += parts
         layout = tuple(stored)
         sources = [leaf for value in fields.values() for leaf in _leaves_of(value)]
-        found = self._find_same(key, layout, sources, tensors, (modality, rows))
+        found = self._find_same(key, layout, sources, tensors, (kind, note))
         if found is not None:
             return found
         offsets = [offset for _, _, leaves in layout for _, _, offset in leaves]
         region = self._write(end, zip(offsets, tensors))
-        region.fields, region.rows, region.modality = layout, rows, modality
+        region.fields, region.kind, region.note = layout, kind, note
         region.sources = _identities(sources)
         self._publish(key, region)
         return region
@@ -166,11 +169,11 @@ class Arena:
         self._seal(region)
         return region
 
-    def find(self, key: Hashable, *, modality: str, rows: int) -> Region | None:
-        """The content under a key, if it is there and of that kind and size, with one reference for the caller."""
+    def find(self, key: Hashable, *, kind: Hashable = None) -> Region | None:
+        """The content under a key, if it is there and of that kind, with one reference for the caller."""
         with self._lock:
             region = self._index.get(key)
-            if region is None or region.rows != rows or region.modality != modality:
+            if region is None or region.kind != kind:
                 return None
             self._reuses += 1
             self._retain(region)
@@ -244,11 +247,11 @@ class Arena:
         layout: tuple[StoredField, ...],
         sources: Sequence[Tensor],
         tensors: Sequence[Tensor],
-        kind: tuple[str, int],
+        kind_and_note: tuple[Hashable, object],
     ) -> Region | None:
         with self._lock:
             region = self._index.get(key)
-            if region is None or region.fields != layout or (region.modality, region.rows) != kind:
+            if region is None or region.fields != layout or (region.kind, region.note) != kind_and_note:
                 return None
             self._retain(region)
             if _are(region.sources, sources):

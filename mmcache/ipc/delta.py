@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmcache.fields import FieldConfig, FieldValue, ItemFields
+from mmcache.fields import FieldValue, ItemFields
 from mmcache.ipc.messages import Column, Delta, FieldSpec
 from mmcache.ipc.values import Leaf, aligned, flatten, write_tensor
 from mmcache.items import MultimodalItem, MultimodalRequest
 
-__all__ = ["AddBuffer", "encode_delta"]
+__all__ = ["AddBuffer", "encode_delta", "field_spec"]
 
 AddBuffer: TypeAlias = Callable[[bytes | memoryview], int]
 """Adds a buffer to the message and returns its number."""
@@ -95,20 +95,22 @@ def _schemas(items: Sequence[MultimodalItem]) -> tuple[list[list[FieldSpec]], li
             )
             number = by_value.setdefault(value, len(schemas))
             if number == len(schemas):
-                schemas.append([_spec(name, config, fields.listed(name)) for name, config in configs.items()])
+                schemas.append([field_spec(name, fields) for name, config in configs.items()])
                 members.append([])
         schema_of.append(number)
         members[number].append(fields)
     return schemas, schema_of, members
 
 
-def _spec(name: str, config: FieldConfig, listed: bool) -> FieldSpec:
+def field_spec(name: str, fields: ItemFields) -> FieldSpec:
+    """The config of a field, for a message."""
+    config = fields.config(name)
     return FieldSpec(
         name=name,
         layout=config.layout,
         dim=config.dim,
         keep_on_cpu=config.keep_on_cpu,
-        listed=listed,
+        listed=fields.listed(name),
         batch_size=config.batch_size,
     )
 

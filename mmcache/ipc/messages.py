@@ -123,11 +123,13 @@ class Payload(_Header):
     Attributes:
         index: the item.
         embeds: whether it is the embeddings that the client gave, a single field without a config.
+        specs: the configs of the fields.
         pieces: the item's own fields, and each field that it shares with others.
     """
 
     index: Natural
     embeds: bool
+    specs: list[FieldSpec]
     pieces: list[Piece]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, cast
@@ -24,7 +24,7 @@ from mmcache.ipc.values import DTYPES, Leaf, leaf_bytes, unflatten
 from mmcache.ipc.wire import Body
 from mmcache.items import MultimodalItem, MultimodalRequest, PlaceholderRange
 
-__all__ = ["Mirror"]
+__all__ = ["ItemPayload", "Mirror"]
 
 _Runs = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -63,6 +63,15 @@ class _Stored:
         if not count:
             return torch.empty(shape, dtype=DTYPES[name])
         return torch.frombuffer(self.block, dtype=DTYPES[name], count=count, offset=offset).view(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ItemPayload:
+    """What a step brought of an item: the fields that its encoder reads, or the embeddings that the client gave."""
+
+    fields: dict[str, FieldValue]
+    specs: list[FieldSpec]
+    embeds: Tensor | None = None
 
 
 class Mirror:
@@ -179,27 +188,27 @@ class Mirror:
         """Modality of an item."""
         return self._modalities[index]
 
-    def fields(self, index: int, payload: Mapping[str, FieldValue]) -> ItemFields | None:
-        """An item's fields: its metadata, and the payload given; None where the item came without fields.
-
-        Raises:
-            MessageError: the payload is not what the item's schema says.
-        """
+    def fields(self, index: int, payload: ItemPayload | None) -> ItemFields | None:
+        """An item's fields: its metadata, and the payload given; None where there is neither."""
         number = self._schema_of[index]
-        if number < 0:
+        if number < 0 and payload is None:
             return None
-        schema = self._schemas[number]
-        if payload and {spec.name for spec in schema if not spec.keep_on_cpu} != payload.keys():
-            raise self._error("an item's payload is the fields of its schema", item=index, found=sorted(payload))
-        data: dict[str, FieldValue] = dict(payload)
+        modality = self._modalities[index]
+        schema = self._schemas[number] if number >= 0 else []
+        configs = self._configs_of(number, modality) if number >= 0 else {}
+        data: dict[str, FieldValue] = {}
         for stored in self._stored:
             if stored.indices[0] <= index <= stored.indices[-1]:
                 at = bisect_left(stored.indices, index)
                 if stored.indices[at] == index:
                     data[stored.name] = stored.unpack()[at]
-        listed = frozenset(spec.name for spec in schema if spec.listed and spec.name in data)
-        ordered = {spec.name: data[spec.name] for spec in schema if spec.name in data}
-        return ItemFields(ordered, self._configs_of(number, self._modalities[index]), listed=listed)
+        listed = {spec.name for spec in schema if spec.listed and spec.name in data}
+        if payload is not None:
+            data.update(payload.fields)
+            listed |= {spec.name for spec in payload.specs if spec.listed}
+            configs = {**configs, **{spec.name: _config(spec, modality) for spec in payload.specs}}
+        names = dict.fromkeys([*(spec.name for spec in schema if spec.name in data), *data])
+        return ItemFields({name: data[name] for name in names}, configs, listed=frozenset(listed))
 
     def plan_schemas(self, num_items: int) -> tuple[tuple[Any, ...], tuple[int, ...]]:
         """The distinct ((field, keep_on_cpu), ...) of the items, and which of them each of the first so many has."""
@@ -221,7 +230,7 @@ class Mirror:
         return schemas_now, schema_of if num_items == len(schema_of) else schema_of[:num_items]
 
     def _item(self, index: int) -> MultimodalItem:
-        fields = self.fields(index, {})
+        fields = self.fields(index, None)
         return MultimodalItem(self._modalities[index], fields, self.placeholder(index), self.identifiers[index])
 
     def _grow(self, start: int, tokens: _Runs, total: int) -> None:
@@ -341,3 +350,7 @@ class Mirror:
 
     def _error(self, message: str, **where: Any) -> MMCacheError:
         return MessageError(message, request_id=self.request_id, **where)
+
+
+def _config(spec: FieldSpec, modality: str) -> FieldConfig:
+    return FieldConfig(modality, cast(Any, spec.layout), spec.keep_on_cpu, spec.dim, None, spec.batch_size)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from mmcache.errors import ArenaFullError, FieldError, MissingContentError
-from mmcache.fields import FieldValue
+from mmcache.fields import FieldValue, ItemFields
 from mmcache.ipc.arena import Arena, Region
-from mmcache.ipc.messages import Payload, Piece
+from mmcache.ipc.delta import field_spec
+from mmcache.ipc.messages import FieldSpec, Payload, Piece
 from mmcache.ipc.values import flatten, write_tensor
-from mmcache.items import MultimodalItem, MultimodalRequest
+from mmcache.items import MultimodalRequest
 from mmcache.planning import ItemStatus, StepPlan
 
 __all__ = ["Buffers", "Held", "give_back", "hold_payload", "missing_content", "needed_payload"]
@@ -80,11 +82,13 @@ class Held:
     Attributes:
         index: the item.
         embeds: whether it is client-given embeddings.
+        specs: the configs of the fields.
         pieces: its own fields, and each field that it shares with others.
     """
 
     index: int
     embeds: bool
+    specs: tuple[FieldSpec, ...]
     pieces: tuple[HeldPiece, ...]
 
     @property
@@ -95,7 +99,7 @@ class Held:
     def describe(self, arena: Arena | None, attached: bool, buffers: Buffers) -> Payload:
         """For a message; to a worker that is not attached the bytes travel in it."""
         pieces = [piece.describe(arena, attached, buffers) for piece in self.pieces]
-        return Payload(index=self.index, embeds=self.embeds, pieces=pieces)
+        return Payload(index=self.index, embeds=self.embeds, specs=list(self.specs), pieces=pieces)
 
 
 def needed_payload(plan: StepPlan) -> list[int]:
@@ -105,7 +109,11 @@ def needed_payload(plan: StepPlan) -> list[int]:
 
 
 def hold_payload(
-    arena: Arena | None, request: MultimodalRequest, indices: Sequence[int], reap: Callable[[], bool]
+    arena: Arena | None,
+    request: MultimodalRequest,
+    indices: Sequence[int],
+    supplied: Mapping[int, ItemFields],
+    reap: Callable[[], bool],
 ) -> tuple[list[Held], list[int]]:
     """Hold the payload of these items.
 
@@ -113,6 +121,7 @@ def hold_payload(
         arena: where it is put; None puts nothing.
         request: whose items.
         indices: which.
+        supplied: fields that came later than the request, by item.
         reap: called when the arena is full; True if it has become less full.
 
     Returns:
@@ -125,7 +134,7 @@ def hold_payload(
     missing = []
     try:
         for index in indices:
-            one = _hold(arena, request, index, request.items[index], reap)
+            one = _hold(arena, request, index, supplied.get(index), reap)
             if one is None:
                 missing.append(index)
             else:
@@ -158,49 +167,57 @@ def missing_content(request: MultimodalRequest, missing: Sequence[int]) -> Missi
 
 
 def _hold(
-    arena: Arena | None, request: MultimodalRequest, index: int, item: MultimodalItem, reap: Callable[[], bool]
+    arena: Arena | None,
+    request: MultimodalRequest,
+    index: int,
+    supplied: ItemFields | None,
+    reap: Callable[[], bool],
 ) -> Held | None:
-    # The salt is part of the key: no tenant reads what another brought by naming its digest.
-    salt, rows = request.cache_salt, item.placeholder.num_embeds
-    embeds = item.embeds is not None
-    key = (salt, embeds, item.modality, item.identifier)
+    item = request.items[index]
+    fields = item.fields if supplied is None else supplied
     own: dict[str, FieldValue] = {}
     shared: dict[str, FieldValue] = {}
+    specs: tuple[FieldSpec, ...] = ()
     if item.embeds is not None:
         own = {_EMBEDS: item.embeds}
-    elif item.fields is not None:
-        for name, value in item.fields.items():
-            config = item.fields.config(name)
-            if not config.keep_on_cpu:
-                (shared if config.layout == "shared" else own)[name] = value
+    elif fields is not None:
+        specs = tuple(field_spec(name, fields) for name in fields if not fields.config(name).keep_on_cpu)
+        for spec in specs:
+            (shared if spec.layout == "shared" else own)[spec.name] = fields[spec.name]
+    # The salt is part of the key: no tenant reads what another brought by naming its digest.
+    salt, embeds = request.cache_salt, item.embeds is not None
+    key = (salt, embeds, item.modality, item.identifier)
+    kind = (item.placeholder.num_embeds, bool(shared))
     if not own and not shared:
         # It came without its content, or was stripped; perhaps the arena still has what somebody of its tenant gave.
-        region = None if arena is None else arena.find(key, modality=item.modality, rows=rows)
-        return None if region is None else Held(index, embeds, (HeldPiece({}, region),))
-    pieces = [HeldPiece(own, _put(arena, key, own, item.modality, rows, reap))] if own else []
+        region = None if arena is None else arena.find(key, kind=kind)
+        if region is None:
+            return None
+        return Held(index, embeds, cast("tuple[FieldSpec, ...]", region.note), (HeldPiece({}, region),))
+    pieces = [HeldPiece(own, _put(arena, key, own, kind, specs, reap))] if own else []
     for name, value in shared.items():
         # Written once for all items that share the object; the arena compares what lies under a key anyway.
-        place = _put(arena, (salt, "shared", name, id(value)), {name: value}, item.modality, -1, reap)
+        place = _put(arena, (salt, "shared", name, id(value)), {name: value}, None, None, reap)
         pieces.append(HeldPiece({name: value}, place))
-    return Held(index, embeds, tuple(pieces))
+    return Held(index, embeds, specs, tuple(pieces))
 
 
 def _put(
     arena: Arena | None,
     key: Hashable,
     fields: Mapping[str, FieldValue],
-    modality: str,
-    rows: int,
+    kind: Hashable,
+    note: object,
     reap: Callable[[], bool],
 ) -> Region | None:
     if arena is None:
         return None
     try:
-        return arena.hold(key, fields, modality=modality, rows=rows)
+        return arena.hold(key, fields, kind=kind, note=note)
     except ArenaFullError:
         if not reap():
             return None
     try:
-        return arena.hold(key, fields, modality=modality, rows=rows)
+        return arena.hold(key, fields, kind=kind, note=note)
     except ArenaFullError:
         return None

@@ -16,7 +16,7 @@ from mmcache.errors import ConfigError, MessageError
 from mmcache.fields import FieldValue
 from mmcache.ipc.channel import Channel, waiter
 from mmcache.ipc.messages import Hello, Part, Payload, Piece, Report, Resend, Step, Welcome, decode, encode
-from mmcache.ipc.mirror import Mirror
+from mmcache.ipc.mirror import ItemPayload, Mirror
 from mmcache.ipc.plans import decode_plan
 from mmcache.ipc.reader import ArenaReader
 from mmcache.ipc.step import RowStore, WorkerPart, WorkerStep
@@ -236,7 +236,7 @@ class Receiver:
 
     def _payload(
         self, sequence: int, payload: Payload, body: Body, values: dict[object, dict[str, FieldValue]]
-    ) -> dict[str, FieldValue] | Tensor:
+    ) -> ItemPayload:
         fields: dict[str, FieldValue] = {}
         for piece in payload.pieces:
             key = piece.place if piece.place is not None else piece.buffer
@@ -244,11 +244,13 @@ class Receiver:
                 values[key] = unpack_fields(piece.fields, self._block(sequence, piece, body))
             fields.update(values[key])
         if not payload.embeds:
-            return fields
+            if {spec.name for spec in payload.specs} != fields.keys():
+                raise MessageError("payload is the fields that its configs name", found=sorted(fields))
+            return ItemPayload(fields, payload.specs)
         (value,) = fields.values() if len(fields) == 1 else (None,)
         if not isinstance(value, Tensor) or value.dim() != 2:
             raise MessageError("client-given embeddings are one tensor [rows, width]", found=sorted(fields))
-        return value
+        return ItemPayload({}, [], value)
 
     def _block(self, sequence: int, piece: Piece, body: Body) -> Tensor:
         if piece.place is None:

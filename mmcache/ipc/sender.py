@@ -7,10 +7,12 @@ again, which costs little, since payload lies in the arena and is named, not sen
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from mmcache.errors import ConfigError, MessageError, RequestError
+from mmcache.fields import ItemFields
 from mmcache.ipc.arena import Arena, Region
 from mmcache.ipc.channel import Channel
 from mmcache.ipc.compose import Composer, StepBody
@@ -19,7 +21,7 @@ from mmcache.ipc.payload import Buffers, Held, give_back, hold_payload, missing_
 from mmcache.ipc.peers import LostRows, Peer, Sent, StepPart, WorkerReport
 from mmcache.ipc.wire import Frame, Kind, body_parts, inline_frame, parse_body, parse_frame
 from mmcache.items import MultimodalRequest
-from mmcache.planning import StepPlan
+from mmcache.planning import StepPlan, check_index
 
 __all__ = ["Sender", "SenderStats"]
 
@@ -65,6 +67,7 @@ class Sender:
         self._requests: dict[str, tuple[MultimodalRequest, int]] = {}
         self._next_uid = 1
         self._steps = self._messages = self._message_bytes = self._resends = self._stale = 0
+        self._supplied: WeakKeyDictionary[MultimodalRequest, dict[int, ItemFields]] = WeakKeyDictionary()
         self._quarantine: list[tuple[int, list[Region]]] = []
 
     @property
@@ -119,7 +122,7 @@ class Sender:
         try:
             for request, plan in parts:
                 _check_plan(request, plan)
-                own, missing = hold_payload(self.arena, request, needed_payload(plan), self._reap)
+                own, missing = self._hold(request, needed_payload(plan))
                 held.append(own)
                 if missing:
                     raise missing_content(request, missing)
@@ -166,6 +169,25 @@ class Sender:
             self._reap()
         return reports
 
+    def supply(self, request: MultimodalRequest, fields: Mapping[int, ItemFields]) -> None:
+        """Give the content of items that came without it, or whose content was stripped; kept as long as the request.
+
+        Raises:
+            RequestError: the request has no such item, or the fields are of another modality; nothing is taken.
+        """
+        for index, given in fields.items():
+            check_index(request.request_id, index, len(request.items))
+            modality = request.items[index].modality
+            if not isinstance(given, ItemFields) or given.modality != modality:
+                raise RequestError(
+                    "an item is supplied with fields of its modality",
+                    request_id=request.request_id,
+                    item=index,
+                    expected=modality,
+                    found=given.modality if isinstance(given, ItemFields) else type(given).__name__,
+                )
+        self._supplied.setdefault(request, {}).update(fields)
+
     def finish(self, request: MultimodalRequest | str) -> None:
         """The request is done, rejected or aborted: workers forget it with the next step; idempotent."""
         request_id = request if isinstance(request, str) else request.request_id
@@ -204,6 +226,9 @@ class Sender:
                 raise ConfigError("there is no such worker", found=repr(name), expected=f"one of {sorted(self._peers)}")
             peers.append(self._peers[name])
         return peers
+
+    def _hold(self, request: MultimodalRequest, indices: Sequence[int]) -> tuple[list[Held], list[int]]:
+        return hold_payload(self.arena, request, indices, self._supplied.get(request, {}), self._reap)
 
     def _uid_of(self, request: MultimodalRequest, new: dict[str, tuple[MultimodalRequest, int]]) -> int:
         known = new.get(request.request_id) or self._requests.get(request.request_id)
@@ -318,7 +343,7 @@ class Sender:
             if not self._lives(part):
                 peer.owe(part.plan)
                 continue
-            own, missing = hold_payload(self.arena, part.request, needed_payload(part.plan), self._reap)
+            own, missing = self._hold(part.request, needed_payload(part.plan))
             if missing:
                 give_back(self.arena, own)
                 self._note_lost(peer, part, missing, missing)
@@ -361,7 +386,7 @@ class Sender:
             ):
                 raise MessageError("a worker lacks rows of its step", found=(number, indices[:8]))
             part = sent.parts[number]
-            held, missing = hold_payload(self.arena, part.request, indices, self._reap)
+            held, missing = self._hold(part.request, indices)
             self._note_lost(peer, part, indices, missing)
             if missing:
                 give_back(self.arena, held)

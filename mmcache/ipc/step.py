@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mmcache.errors import ReleasedError, UnresolvedItemError
 from mmcache.fields import FieldValue, ItemFields
-from mmcache.ipc.mirror import Mirror
+from mmcache.ipc.mirror import ItemPayload, Mirror
 from mmcache.items import MultimodalItem, MultimodalRequest
 from mmcache.planning import ItemStatus, StepPlan
 
@@ -37,9 +37,7 @@ class WorkerPart:
 
     __slots__ = ("_live", "_mirror", "_payload", "_store", "plan")
 
-    def __init__(
-        self, plan: StepPlan, mirror: Mirror, store: RowStore | None, payload: dict[int, dict[str, FieldValue] | Tensor]
-    ) -> None:
+    def __init__(self, plan: StepPlan, mirror: Mirror, store: RowStore | None, payload: dict[int, ItemPayload]) -> None:
         self.plan = plan
         self._mirror = mirror
         self._store = store
@@ -104,8 +102,7 @@ class WorkerPart:
         """
         self._check()
         self.plan.status(index)
-        payload = self._payload.get(index, {})
-        return self._mirror.fields(index, payload if isinstance(payload, Mapping) else {})
+        return self._mirror.fields(index, self._payload.get(index))
 
     def key(self, index: int) -> Hashable:
         """Equal for two items, of one step or of several, whose rows are the same.
@@ -125,8 +122,8 @@ class WorkerPart:
             UnresolvedItemError: nobody has provided them.
         """
         given = self._payload.get(index)
-        if isinstance(given, Tensor):
-            return given
+        if given is not None and given.embeds is not None:
+            return given.embeds
         if self._store is None:
             raise UnresolvedItemError("this worker holds no rows", request_id=self.request_id, item=index)
         return self._store.rows(self.plan, index)
@@ -151,20 +148,18 @@ class WorkerPart:
         self.plan = replace(self.plan, items=items)
         return [index for index in self.plan.missing if index not in before]
 
-    def supply(self, payload: Mapping[int, dict[str, FieldValue] | Tensor]) -> None:
+    def supply(self, payload: Mapping[int, ItemPayload]) -> None:
         """Add payload that came again."""
         self._payload.update(payload)
 
     def _full_item(self, index: int) -> MultimodalItem:
         payload = self._payload[index]
-        embeds = payload if isinstance(payload, Tensor) else None
-        fields = self._mirror.fields(index, {} if embeds is not None else payload)  # type: ignore[arg-type]
         return MultimodalItem(
             self._mirror.modality(index),
-            fields,
+            self._mirror.fields(index, payload if payload.embeds is None else None),
             self._mirror.placeholder(index),
             self._mirror.identifiers[index],
-            embeds=embeds,
+            embeds=payload.embeds,
         )
 
     def _check(self) -> None:
