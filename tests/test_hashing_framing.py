@@ -126,6 +126,13 @@ def test_a_message_reads_back_as_what_was_written(parts, named):
     assert same(parse(hasher.frame(*parts, **named)), ["mmcache-digest", 1, "xxh3_128", named, parts])
 
 
+def test_large_parts_stand_in_their_place():
+    parts = ["head", b"x" * 10_000, [b"y" * 4097, "between", np.arange(30_000.0), 7], "z" * 100_000, {"k": b"w" * 5000}]
+    assert same(parse(ContentHasher().frame(*parts)), ["mmcache-digest", 1, "xxh3_128", {}, parts])
+    big = np.arange(1_200_000.0).reshape(3, 400_000).T  # written block by block
+    assert same(parse(ContentHasher().frame(big, "tail"))[4], [np.ascontiguousarray(big), "tail"])
+
+
 @pytest.mark.parametrize("scheme", ["xxh3_128", "blake3", "blake3_keyed", "sha256", "hmac_sha256"])
 def test_the_digest_is_the_hash_of_the_message(scheme):
     import hashlib

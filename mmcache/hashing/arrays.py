@@ -106,16 +106,14 @@ def host_array(tensor: Tensor) -> tuple[str, tuple[int, ...], Array]:
             plain = plain.cpu()
         if plain.is_conj() or plain.is_neg() or plain._is_zerotensor():
             plain = plain.clone().resolve_conj().resolve_neg()
-        if plain.numel() and not plain.data_ptr():
-            raise Unhashable("the tensor's memory was given back")
         if (bits := TENSOR_VIEWS.get(tensor.dtype)) is not None:
             plain = plain.view(bits)
         elif plain.dtype == torch.complex32:
             plain = torch.view_as_real(plain)
         values = plain.numpy()
-        # inside a fake or functional mode an operation may have given back something that is no tensor with memory
+        # not so where the storage was resized to nothing, or where a mode of torch (fake, functional) is active
         if values.size and values.__array_interface__["data"][0] != plain.data_ptr():
-            raise Unhashable("the tensor's content cannot be read in the mode that torch is in")
+            raise Unhashable("the tensor has no memory here that could be read")
         return name, tuple(tensor.shape), values
     except (RuntimeError, TypeError, ValueError) as error:
         raise Unhashable(f"the tensor's content cannot be read: {error}") from error
