@@ -12,11 +12,12 @@ except ImportError as error:
 
     raise ConfigError("messages between processes need msgspec: pip install mmcache[ipc]") from error
 
-from mmcache.ipc.arena import Arena, ArenaStats, Region
+from mmcache.ipc.arena import Arena
 from mmcache.ipc.channel import Channel
 from mmcache.ipc.peers import LostRows, WorkerReport
 from mmcache.ipc.reader import ArenaReader
 from mmcache.ipc.receiver import Receiver
+from mmcache.ipc.regions import ArenaStats, Region
 from mmcache.ipc.segment import remove_abandoned
 from mmcache.ipc.sender import Sender, SenderStats
 from mmcache.ipc.step import RowStore, WorkerPart, WorkerStep

@@ -11,7 +11,6 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,59 +19,11 @@ from mmcache.errors import ArenaFullError, ConfigError, ReleasedError
 from mmcache.fields import FieldValue
 from mmcache.ipc.extents import Extents
 from mmcache.ipc.reader import GUARD, bytes_at
+from mmcache.ipc.regions import ArenaStats, Region, StoredField
 from mmcache.ipc.segment import DEFAULT_DIRECTORY, Segment, remove_abandoned
-from mmcache.ipc.values import ALIGNMENT, Leaf, aligned, flatten, same_bytes, write_tensor
+from mmcache.ipc.values import ALIGNMENT, aligned, flatten, same_bytes, write_tensor
 
-__all__ = ["Arena", "ArenaStats", "Region", "StoredField"]
-
-
-StoredField = tuple[str, tuple[int, ...], tuple[Leaf, ...]]
-"""(name, nest, leaves) of one field of a region; see `mmcache.ipc.values`."""
-
-
-@dataclass(frozen=True, slots=True)
-class ArenaStats:
-    """Counters of an arena, all in bytes but the last four.
-
-    Attributes:
-        capacity, used, referenced: of the arena; `used` includes what is kept in case it is needed again.
-        written: all content that was ever copied into it, without messages and without gaps between tensors.
-        regions, writes, reuses, evictions: regions now; contents written, found there, and given up to make room.
-    """
-
-    capacity: int
-    used: int
-    referenced: int
-    written: int
-    regions: int
-    writes: int
-    reuses: int
-    evictions: int
-
-
-class Region:
-    """A piece of the arena. Hold it as long as anybody may read it.
-
-    Attributes:
-        offset: of the first byte behind the guard, in the arena.
-        nbytes: bytes of content.
-        serial: number of the write, never used twice in an arena.
-        fields: what lies in it.
-        kind, note: as given to `hold`.
-    """
-
-    __slots__ = ("fields", "key", "kind", "nbytes", "note", "offset", "refs", "serial", "sources")
-
-    def __init__(self, offset: int, nbytes: int, serial: int) -> None:
-        self.offset = offset
-        self.nbytes = nbytes
-        self.serial = serial
-        self.refs = 1
-        self.key: Hashable = None
-        self.fields: tuple[StoredField, ...] = ()
-        self.kind: Hashable = None
-        self.note: object = None
-        self.sources: tuple[tuple[weakref.ref[Tensor], int], ...] = ()
+__all__ = ["Arena"]
 
 
 class Arena:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from mmcache.errors import ArenaFullError, MMCacheError, RequestError
-from mmcache.ipc.arena import Arena, Region
+from mmcache.ipc.arena import Arena
 from mmcache.ipc.delta import encode_delta
 from mmcache.ipc.messages import Step, encode
 from mmcache.ipc.payload import Buffers, Held, give_back
 from mmcache.ipc.peers import Peer, StepPart
 from mmcache.ipc.plans import encode_plan
+from mmcache.ipc.regions import Region
 from mmcache.ipc.wire import Kind, body_parts, inline_frame, region_frame
 from mmcache.planning import StepPlan
 

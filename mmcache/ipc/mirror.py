@@ -6,7 +6,6 @@ and becomes a `MultimodalItem` when somebody asks for it.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,55 +13,19 @@ from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from mmcache.errors import FieldError, MessageError, MMCacheError
 from mmcache.fields import FieldConfig, FieldValue, ItemFields
-from mmcache.ipc.messages import Column, Delta, FieldSpec
-from mmcache.ipc.values import DTYPES, Leaf, leaf_bytes, unflatten
+from mmcache.ipc.columns import StoredColumn
+from mmcache.ipc.messages import Delta, FieldSpec
+from mmcache.ipc.values import leaf_bytes
 from mmcache.ipc.wire import Body
 from mmcache.items import MultimodalItem, MultimodalRequest, PlaceholderRange
 
 __all__ = ["ItemPayload", "Mirror"]
 
 _Runs = np.ndarray[Any, np.dtype[np.int32]]
-
-
-@dataclass(slots=True)
-class _Stored:
-    """One column of metadata of the items `indices`; `unpacked` are the values that columns of its block share."""
-
-    name: str
-    indices: list[int]
-    column: Column
-    block: bytearray
-    unpacked: dict[object, FieldValue]
-    values: list[FieldValue] | None = None
-
-    def unpack(self) -> list[FieldValue]:
-        """The items' values, made once."""
-        if self.values is None:
-            if self.column.stacked is not None:
-                self.values = list(self._read(self.column.stacked).unbind(0))
-            else:
-                distinct = [self._value(nest, leaves) for nest, leaves in self.column.values]
-                self.values = [distinct[ref] for ref in self.column.refs]
-        return self.values
-
-    def _value(self, nest: list[int], leaves: list[Leaf]) -> FieldValue:
-        # One value that items of several schemas share has one place in the block, and stays one value.
-        key = (tuple(nest), tuple(leaves))
-        if key not in self.unpacked:
-            self.unpacked[key] = unflatten(nest, leaves, self._read)
-        return self.unpacked[key]
-
-    def _read(self, leaf: Leaf) -> Tensor:
-        name, shape, offset = leaf
-        count = math.prod(shape)
-        if not count:
-            return torch.empty(shape, dtype=DTYPES[name])
-        return torch.frombuffer(self.block, dtype=DTYPES[name], count=count, offset=offset).view(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +60,7 @@ class Mirror:
         self._schemas: list[list[FieldSpec]] = []
         self._configs: dict[tuple[int, str], dict[str, FieldConfig]] = {}
         self._schema_of: list[int] = []
-        self._stored: list[_Stored] = []
+        self._stored: list[StoredColumn] = []
         self._plan_schemas: tuple[tuple[Any, ...], tuple[int, ...]] = ((), ())
         self._request: MultimodalRequest | None = None
 
@@ -242,7 +205,7 @@ class Mirror:
         self._buffer[total - len(new) : total] = new
         self.num_tokens = total
 
-    def _append(self, delta: Delta, known: int, runs: _Runs, stored: list[_Stored]) -> None:
+    def _append(self, delta: Delta, known: int, runs: _Runs, stored: list[StoredColumn]) -> None:
         first = len(self._schemas)
         self._schemas += delta.schemas
         self.identifiers += delta.identifiers[known:]
@@ -299,7 +262,7 @@ class Mirror:
                 start += count
         return runs
 
-    def _check_columns(self, delta: Delta, body: Body) -> list[_Stored]:
+    def _check_columns(self, delta: Delta, body: Body) -> list[StoredColumn]:
         block = body.buffer(delta.metadata)
         limit = len(block)
         members: dict[int, list[int]] = {}
@@ -334,7 +297,7 @@ class Mirror:
                 raise self._error("a column has one value an item", expected=len(indices), found=count)
             if indices:
                 name = delta.schemas[column.schema][column.field].name
-                stored.append(_Stored(name, list(indices), column, own, unpacked))
+                stored.append(StoredColumn(name, list(indices), column, own, unpacked))
         return stored
 
     def _configs_of(self, number: int, modality: str) -> dict[str, FieldConfig]:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from mmcache.errors import ArenaFullError, FieldError, MissingContentError
 from mmcache.fields import FieldValue, ItemFields
-from mmcache.ipc.arena import Arena, Region
+from mmcache.ipc.arena import Arena
 from mmcache.ipc.delta import field_spec
 from mmcache.ipc.messages import FieldSpec, Payload, Piece
+from mmcache.ipc.regions import Region
 from mmcache.ipc.values import flatten, write_tensor
 from mmcache.items import MultimodalRequest
 from mmcache.planning import ItemStatus, StepPlan

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mmcache.errors import MessageError, MissingContentError
-from mmcache.ipc.arena import Region
 from mmcache.ipc.channel import Channel, waiter
+from mmcache.ipc.regions import Region
 from mmcache.items import MultimodalRequest
 from mmcache.planning import StepPlan
 

@@ -6,16 +6,16 @@ again, which costs little, since payload lies in the arena and is named, not sen
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from mmcache.errors import ConfigError, MessageError, RequestError
 from mmcache.fields import ItemFields
-from mmcache.ipc.arena import Arena, Region
+from mmcache.ipc.arena import Arena
 from mmcache.ipc.channel import Channel
-from mmcache.ipc.compose import Composer, StepBody
+from mmcache.ipc.compose import Composer
+from mmcache.ipc.links import Links
 from mmcache.ipc.messages import Hello, Payload, Report, Resend, Welcome, decode, encode
 from mmcache.ipc.payload import Buffers, Held, give_back, hold_payload, missing_content, needed_payload
 from mmcache.ipc.peers import LostRows, Peer, Sent, StepPart, WorkerReport
@@ -62,13 +62,13 @@ class Sender:
             arena: shared memory for payload, which stays the caller's to close; None sends all bytes in messages.
         """
         self.arena = arena
-        self.session = secrets.randbits(63) | 1
+        self._links = Links(arena)
+        self.session = self._links.session
         self._peers: dict[str, Peer] = {}
         self._requests: dict[str, tuple[MultimodalRequest, int]] = {}
         self._next_uid = 1
-        self._steps = self._messages = self._message_bytes = self._resends = self._stale = 0
+        self._steps = self._resends = self._stale = 0
         self._supplied: WeakKeyDictionary[MultimodalRequest, dict[int, ItemFields]] = WeakKeyDictionary()
-        self._quarantine: list[tuple[int, list[Region]]] = []
 
     @property
     def workers(self) -> dict[str, bool]:
@@ -86,15 +86,15 @@ class Sender:
         if peer is None:
             self._peers[worker] = Peer(worker, channel)
             return
-        self._end_epoch(peer)
+        self._links.end_epoch(peer)
         peer.connect(channel)
 
     def remove(self, worker: str) -> None:
         """Forget a worker, and what was under way for it; memory that it may still read is kept until it cannot."""
         peer = self._peers.pop(worker, None)
         if peer is not None:
-            self._end_epoch(peer)
-            self._reap()
+            self._links.end_epoch(peer)
+            self._links.reap()
 
     def send(self, parts: Sequence[tuple[MultimodalRequest, StepPlan]], *, workers: Iterable[str] | None = None) -> int:
         """Send one step, the same batch to each worker. Workers that have not joined get it when they do.
@@ -142,7 +142,7 @@ class Sender:
             if body is None:
                 peer.waiting.append(Sent(self._steps, numbered))
             else:
-                self._send_step(peer, Sent(self._steps, numbered), body, composer)
+                self._links.send_step(peer, Sent(self._steps, numbered), body, composer)
         composer.close()
         return self._steps
 
@@ -158,15 +158,15 @@ class Sender:
                 while peer.channel is not None and peer.poll(0):
                     self._handle(peer, parse_frame(peer.channel.recv_bytes()))
             except (OSError, EOFError):
-                self._break(peer)
+                self._links.break_off(peer)
             except MessageError as error:
-                self._break(peer)
+                self._links.break_off(peer)
                 peer.news.error = error
             report = peer.report()
             if report is not None:
                 reports.append(report)
-        if self._quarantine:
-            self._reap()
+        if self._links.quarantine:
+            self._links.reap()
         return reports
 
     def supply(self, request: MultimodalRequest, fields: Mapping[int, ItemFields]) -> None:
@@ -202,19 +202,19 @@ class Sender:
         for peer in self._peers.values():
             if peer.epoch and peer.ended:
                 composer = Composer(self.arena, 0, [], [])
-                self._send_step(peer, Sent(0, []), composer.body(peer), composer)
+                self._links.send_step(peer, Sent(0, []), composer.body(peer), composer)
                 composer.close()
 
     def stats(self) -> SenderStats:
         """The counters."""
         return SenderStats(
             steps=self._steps,
-            messages=self._messages,
-            message_bytes=self._message_bytes,
+            messages=self._links.messages,
+            message_bytes=self._links.message_bytes,
             resends=self._resends,
             stale=self._stale,
             under_way=sum(len(peer.sent) + len(peer.waiting) for peer in self._peers.values()),
-            quarantined=len(self._quarantine),
+            quarantined=len(self._links.quarantine),
         )
 
     def _named(self, workers: Iterable[str] | None) -> list[Peer]:
@@ -228,7 +228,7 @@ class Sender:
         return peers
 
     def _hold(self, request: MultimodalRequest, indices: Sequence[int]) -> tuple[list[Held], list[int]]:
-        return hold_payload(self.arena, request, indices, self._supplied.get(request, {}), self._reap)
+        return hold_payload(self.arena, request, indices, self._supplied.get(request, {}), self._links.reap)
 
     def _uid_of(self, request: MultimodalRequest, new: dict[str, tuple[MultimodalRequest, int]]) -> int:
         known = new.get(request.request_id) or self._requests.get(request.request_id)
@@ -257,55 +257,6 @@ class Sender:
         known = self._requests.get(part.request.request_id)
         return known is not None and known[1] == part.uid
 
-    def _send_step(self, peer: Peer, sent: Sent, body: StepBody, composer: Composer) -> None:
-        peer.sequence += 1
-        peer.sent[peer.sequence] = sent
-        sent.told = dict(body.told)
-        sent.regions = composer.lend(body, peer)
-        peer.ended, peer.owed = peer.ended[body.ended :], body.owed
-        self._put(peer, body.frame(Kind.STEP, self.session, peer.epoch, peer.sequence))
-
-    def _put(self, peer: Peer, frame: bytes) -> None:
-        if peer.channel is None:
-            return
-        try:
-            peer.channel.send_bytes(frame)
-        except (OSError, EOFError):
-            self._break(peer)
-            return
-        self._messages += 1
-        self._message_bytes += len(frame)
-
-    def _break(self, peer: Peer) -> None:
-        self._end_epoch(peer)
-        peer.connect(None)
-        peer.news.gone = True
-
-    def _end_epoch(self, peer: Peer) -> None:
-        epoch = peer.epoch
-        regions = peer.leave()
-        if regions:
-            self._quarantine.append((epoch, regions))
-
-    def _reap(self) -> bool:
-        """Release what epochs held that nobody reads under any more; whether there were any."""
-        if self.arena is None:
-            return False
-        before = len(self._quarantine)
-        alive = []
-        for epoch, regions in self._quarantine:
-            if self.arena.reader_lives(epoch):
-                alive.append((epoch, regions))
-            else:
-                self._release(regions)
-        self._quarantine = alive
-        return len(alive) < before
-
-    def _release(self, regions: Sequence[Region]) -> None:
-        if self.arena is not None:
-            for region in regions:
-                self.arena.release(region)
-
     def _handle(self, peer: Peer, frame: Frame) -> None:
         if frame.body is None:
             raise MessageError("a worker's message carries its body")
@@ -324,11 +275,11 @@ class Sender:
             raise MessageError("another worker speaks on this channel", expected=peer.name, found=hello.worker)
         if frame.session != self.session:
             welcome = encode(Welcome(path="" if self.arena is None else self.arena.path))
-            self._put(peer, inline_frame(Kind.WELCOME, self.session, frame.epoch, 0, body_parts(welcome)))
+            self._links.put(peer, inline_frame(Kind.WELCOME, self.session, frame.epoch, 0, body_parts(welcome)))
         elif frame.epoch <= peer.newest_epoch:
             self._stale += 1
         else:
-            self._end_epoch(peer)
+            self._links.end_epoch(peer)
             peer.epoch = peer.newest_epoch = frame.epoch
             peer.reads_payload = hello.reads_payload
             peer.attached = hello.attached and self.arena is not None and self.arena.reader_lives(frame.epoch)
@@ -355,7 +306,7 @@ class Sender:
             peer.news.finished.append(sent.step)
             return
         composer = Composer(self.arena, sent.step, parts, held)
-        self._send_step(peer, Sent(sent.step, parts), composer.body(peer), composer)
+        self._links.send_step(peer, Sent(sent.step, parts), composer.body(peer), composer)
         composer.close()
 
     def _report(self, peer: Peer, report: Report) -> None:
@@ -369,7 +320,7 @@ class Sender:
                     peer.news.finished.append(sent.step)
             if sent.finished and _within(report.released, sequence):
                 del peer.sent[sequence]
-                self._release(sent.regions)
+                self._links.release(sent.regions)
         for sequence, parts in report.lost:
             lacking = peer.sent.get(sequence)
             if lacking is not None and not lacking.resent and not lacking.finished:
@@ -400,7 +351,7 @@ class Sender:
         sent.resent = True
         self._resends += 1
         header = encode(Resend(sequence=sequence, payloads=payloads, failed=failed))
-        self._put(
+        self._links.put(
             peer, inline_frame(Kind.RESEND, self.session, peer.epoch, sequence, body_parts(header, buffers.buffers))
         )
 

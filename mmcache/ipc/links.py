@@ -1,0 +1,85 @@
+"""The sender's links: what goes out to a worker, and what comes back of the arena when a worker is no more."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from mmcache.ipc.arena import Arena
+from mmcache.ipc.compose import Composer, StepBody
+from mmcache.ipc.peers import Peer, Sent
+from mmcache.ipc.regions import Region
+from mmcache.ipc.wire import Kind
+
+__all__ = ["Links"]
+
+
+class Links:
+    """Sends frames, and keeps what workers of past epochs may still read.
+
+    Attributes:
+        arena: where payload lies, or None.
+        session: number of the sender's life.
+        messages, message_bytes: sent so far.
+        quarantine: (epoch, regions) of epochs that are over, but whose process may still read the arena.
+    """
+
+    def __init__(self, arena: Arena | None) -> None:
+        self.arena = arena
+        self.session = secrets.randbits(63) | 1
+        self.messages = self.message_bytes = 0
+        self.quarantine: list[tuple[int, list[Region]]] = []
+
+    def send_step(self, peer: Peer, sent: Sent, body: StepBody, composer: Composer) -> None:
+        """Send a step to a worker that has joined, and lend it what it reads."""
+        peer.sequence += 1
+        peer.sent[peer.sequence] = sent
+        sent.told = dict(body.told)
+        sent.regions = composer.lend(body, peer)
+        peer.ended, peer.owed = peer.ended[body.ended :], body.owed
+        self.put(peer, body.frame(Kind.STEP, self.session, peer.epoch, peer.sequence))
+
+    def put(self, peer: Peer, frame: bytes) -> None:
+        """Send a frame; a channel that is broken ends the worker's epoch."""
+        if peer.channel is None:
+            return
+        try:
+            peer.channel.send_bytes(frame)
+        except (OSError, EOFError):
+            self.break_off(peer)
+            return
+        self.messages += 1
+        self.message_bytes += len(frame)
+
+    def break_off(self, peer: Peer) -> None:
+        """The worker's channel is broken: its steps wait until it joins again."""
+        self.end_epoch(peer)
+        peer.connect(None)
+        peer.news.gone = True
+
+    def end_epoch(self, peer: Peer) -> None:
+        """What the worker read stays untouched until nobody can read it any more."""
+        epoch = peer.epoch
+        regions = peer.leave()
+        if regions:
+            self.quarantine.append((epoch, regions))
+
+    def reap(self) -> bool:
+        """Release what epochs held that nobody reads under any more; whether there were any."""
+        if self.arena is None:
+            return False
+        before = len(self.quarantine)
+        alive = []
+        for epoch, regions in self.quarantine:
+            if self.arena.reader_lives(epoch):
+                alive.append((epoch, regions))
+            else:
+                self.release(regions)
+        self.quarantine = alive
+        return len(alive) < before
+
+    def release(self, regions: Sequence[Region]) -> None:
+        """Give back one reference to each."""
+        if self.arena is not None:
+            for region in regions:
+                self.arena.release(region)
