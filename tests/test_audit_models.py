@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from mmcache.audit import Auditor, Subject, Verdict, audit_model, load_subject
 from mmcache.audit.tiny import TINY
@@ -108,6 +109,50 @@ def test_samples_fall_apart_into_two_items_a_modality() -> None:
     for model_type in FAST:
         tried = subject(model_type)
         assert {len(items) for items in split_fields(tried.batch, tried.configs).values()} == {2}
+
+
+# Flash attention has no CPU kernels: a stand-in takes its arguments, lengths on the device among them
+
+STAND_IN = "flash_attention_stand_in"
+PACKED = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "hyperclovax_vision_v2",
+    "ernie4_5_vl_moe",
+    "minicpmv4_6",
+    "qwen2_5_omni_thinker",
+    "qwen3_asr",
+)
+
+
+def packed_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, cu_seq_lens_q: Tensor, **_: Any
+) -> tuple[Tensor, None]:
+    owner = torch.searchsorted(cu_seq_lens_q, torch.arange(query.shape[2], device=query.device), right=True)
+    together = owner[:, None] == owner[None]
+    found = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=together, scale=scaling)
+    return found.transpose(1, 2).contiguous(), None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", PACKED)
+def test_tables_hold_for_attention_over_packed_sequences(model_type: str) -> None:
+    transformers.AttentionInterface.register(STAND_IN, packed_attention)
+    tried = load_subject(model_type)
+    fields = {name: tried.batch[name] for name in tried.configs}
+    with torch.no_grad():
+        expected = [output.last_hidden_state for output in tried.encoder(**fields)]
+        for module in tried.model.modules():
+            # By its name transformers would look for kernels, so it is set behind its back.
+            if hasattr(module, "config"):
+                module.config._attn_implementation_internal = STAND_IN
+        for output, rows in zip(tried.encoder(**fields), expected):
+            torch.testing.assert_close(output.last_hidden_state, rows, rtol=1e-4, atol=1e-4)
+    assert not tried.audit().wrong
+    for name, config in tried.configs.items():
+        field = tried.audit({name: not config.keep_on_cpu}, only=[name])[name]
+        assert field.wrong or name in UNREAD, name
 
 
 # The engine of this package is a consumer, too

@@ -27,8 +27,8 @@ itself copies it to the device where it needs it, without waiting (`mmcache.mode
 the marks below and with each of them flipped, in this project's tests (`mmcache audit --model TYPE` does it again), and
 that items cut out of a batch gave alone the rows that they gave in it.
 *Declared* means that the marks were read, not run; in a proved table, single fields are marked so. Flash attention has
-no CPU kernels and was not run. What vLLM declares was read in version 0.33.0; two families that it no longer has, in
-0.28.0.
+no CPU kernels: for towers of packed sequences a stand-in with its arguments was run. What vLLM declares was read in
+version 0.33.0; two families that it no longer has, in 0.28.0.
 """
 
 
