@@ -1,0 +1,320 @@
+"""A workload without a model: the cache's own ledger, policies and prefix index decide, sizes stand in for tensors.
+
+The engine has a queue, a number of requests that run at once, and one device for its encoder and for prefill, which
+does one thing at a time in the order of the requests' beginning; decoding does not occupy it.
+"""
+
+from __future__ import annotations
+
+import math
+import time as clock
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable
+from heapq import heappop, heappush
+
+from mmcache.items import MultimodalRequest
+from mmcache.ledger import EncoderLedger, Entry, Ticket
+from mmcache.ledger.snapshots import bytes_of
+from mmcache.planning import ItemStatus
+from mmcache.policies import make_policy
+from mmcache.prefix import PrefixIndex, PrefixMatch
+from mmcache.replay.costs import EngineModel, TierModel
+from mmcache.replay.measures import Simulation
+from mmcache.replay.workload import Conversations, Serial, Turn
+
+__all__ = ["simulate"]
+
+MODALITIES = ("image", "video", "audio")
+_FIRST_OUTPUT = (1 << 30) + (1 << 20)  # tokens that the model makes are no tokens of a prompt
+
+
+def simulate(turns: Iterable[Turn], engine: EngineModel) -> Simulation:
+    """Run a workload on a simulated engine. Memory does not grow with its length, time is linear in it.
+
+    Args:
+        turns: requests in the order of their arrival.
+        engine: what they run on.
+    """
+    return _Simulator(turns, engine).run()
+
+
+class _Running:
+    """A request from its arrival to its end."""
+
+    __slots__ = ("arrived", "match", "moved", "pending", "request", "ticket", "turn")
+
+    def __init__(self, turn: Turn, request: MultimodalRequest, arrived: float) -> None:
+        self.turn = turn
+        self.request = request
+        self.arrived = arrived
+        self.pending = 0  # entries whose rows it waits for, its own included
+        self.moved = 0
+        self.match: PrefixMatch | None = None
+        self.ticket: Ticket
+
+
+class _Tier:
+    """Contents of a tier, the least recently used first."""
+
+    def __init__(self, model: TierModel) -> None:
+        self.model = model
+        self._sizes: OrderedDict[Hashable, int] = OrderedDict()
+        self._used = 0
+        self._free_at = 0.0
+
+    def has(self, content: Hashable) -> bool:
+        return content in self._sizes
+
+    def read(self, content: Hashable, now: float) -> float:
+        """When the content has been read; reads follow each other."""
+        self._sizes.move_to_end(content)
+        begin = max(now, self._free_at)
+        self._free_at = begin + self._sizes[content] / self.model.bandwidth
+        return self._free_at + self.model.latency
+
+    def write(self, content: Hashable, nbytes: int) -> None:
+        if content in self._sizes:
+            self._sizes.move_to_end(content)
+        elif nbytes <= self.model.capacity_bytes:
+            self._sizes[content] = nbytes
+            self._used += nbytes
+            while self._used > self.model.capacity_bytes:
+                self._used -= self._sizes.popitem(last=False)[1]
+
+
+class _Simulator:
+    def __init__(self, turns: Iterable[Turn], engine: EngineModel) -> None:
+        self._engine = engine
+        self._costs = engine.costs
+        self._turns = iter(turns)
+        self._now = 0.0
+        self._begin: float | None = None
+        self._ledger = EncoderLedger(
+            engine.capacity_bytes,
+            make_policy(engine.policy),
+            row_bytes=dict.fromkeys(MODALITIES, engine.row_bytes),
+            lease_seconds=math.inf,  # no owner fails here, however long the queue before the encoder is
+            clock=lambda: self._now,
+        )
+        self._prefix = PrefixIndex(engine.block_size, engine.prefix_blocks) if engine.prefix_blocks else None
+        self._tiers = [_Tier(model) for model in engine.tiers]
+        self._conversations = Conversations()
+        self._output = Serial(_FIRST_OUTPUT)
+        self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
+        self._ties = 0
+        self._slots = engine.slots
+        self._waiting: deque[_Running] = deque()
+        self._busy: dict[str, deque[tuple[Turn, float]]] = {}  # turns that wait for the turn before them
+        self._held = 0
+        self._awaited: dict[Entry, list[_Running]] = {}
+        self._device_free = 0.0
+        self._plain: dict[str, float] = {}  # encoder seconds of conversations that go on
+        self._sums = Simulation(engine.policy, engine.capacity_bytes)
+
+    def run(self) -> Simulation:
+        started = clock.perf_counter()
+        upcoming = next(self._turns, None)
+        while upcoming is not None or self._events:
+            if upcoming is not None and len(self._waiting) + self._held < self._engine.queue:
+                due = upcoming.time
+                if due is None or self._engine.saturate:
+                    due = self._now
+                if not self._events or due <= self._events[0][0]:
+                    self._now = max(self._now, due)
+                    self._arrive(upcoming, due)
+                    upcoming = next(self._turns, None)
+                    continue
+            self._now, _, call, arguments = heappop(self._events)
+            call(*arguments)
+        sums = self._sums
+        stats = self._ledger.stats()
+        sums.evictions = dict(stats.evictions)
+        sums.uncached = dict(stats.uncached)
+        sums.seconds = self._now - (self._begin or 0.0)
+        sums.wall_seconds = clock.perf_counter() - started
+        return sums
+
+    def _at(self, time: float, call: Callable[..., None], *arguments: object) -> None:
+        self._ties += 1
+        heappush(self._events, (time, self._ties, call, arguments))
+
+    # -- the way of a request ------------------------------------------------------------------------------------------
+
+    def _arrive(self, turn: Turn, arrived: float) -> None:
+        if self._begin is None:
+            self._begin = arrived
+        before = self._busy.get(turn.conversation)
+        if before is not None:
+            before.append((turn, arrived))
+            self._held += 1
+            return
+        self._busy[turn.conversation] = deque()
+        run = _Running(turn, self._conversations.request(turn), arrived)
+        if self._slots and not self._waiting:
+            self._start(run)
+            return
+        self._waiting.append(run)
+        covered = 0
+        if self._prefix is not None:
+            with self._prefix.match(run.request) as match:
+                covered = match.num_tokens
+        self._ledger.announce(run.request, covered)
+
+    def _start(self, run: _Running) -> None:
+        self._slots -= 1
+        request, length = run.request, run.request.num_tokens
+        start = 0
+        if self._prefix is not None:
+            run.match = self._prefix.match(request)
+            start = run.match.num_tokens
+        ticket = run.ticket = self._ledger.open(request, start, length, start, 0, run.match)
+        self._count(run, start)
+        mine: list[int] = []
+        if ticket.unsettled:
+            missing = ticket.with_status(ItemStatus.MISSING)
+            mine = [index for index in missing if not (self._tiers and self._load(run, index))]
+            for entry in ticket.unsettled:
+                if entry.owner is not ticket and entry.handle in self._ledger.budget.entries:
+                    self._await(run, entry)
+            for index in mine:
+                entry = ticket.entries[index]
+                if entry is not None:
+                    self._await(run, entry)
+        if self._ledger.budget.drops:
+            self._ledger.take_drops()
+        used = self._ledger.budget.used
+        if used > self._sums.most_used_bytes:
+            self._sums.most_used_bytes = used
+        if mine:
+            rows = [request.items[index].placeholder.num_embeds for index in mine]
+            encoding = sum(map(self._costs.encode, rows))
+            self._sums.encodes += len(mine)
+            self._sums.encode_seconds += encoding
+            self._device_free = max(self._now, self._device_free) + run.moved / self._costs.link + encoding
+            sizes = {index: number * self._engine.row_bytes for index, number in zip(mine, rows)}
+            self._at(self._device_free, self._encoded, run, sizes, encoding)
+        if not run.pending:
+            self._ready(run)
+
+    def _await(self, run: _Running, entry: Entry) -> None:
+        run.pending += 1
+        self._awaited.setdefault(entry, []).append(run)
+
+    def _load(self, run: _Running, index: int) -> bool:
+        """Have the fastest tier that has it load what the request would encode."""
+        entry = run.ticket.entries[index]
+        if entry is None or entry.detached:
+            return False
+        for tier in self._tiers:
+            if tier.has(entry.content) and self._ledger.delegate(run.ticket, entry):
+                payload = _payload(run.request, index)
+                run.moved -= payload
+                sums = self._sums
+                sums.bytes["transfer"] -= payload
+                sums.bytes["stored"] += payload
+                sums.items["missing"] -= 1
+                sums.items["loaded"] += 1
+                sums.tier_hits[tier.model.name] = sums.tier_hits.get(tier.model.name, 0) + 1
+                nbytes = entry.num_rows * self._engine.row_bytes
+                self._at(tier.read(entry.content, self._now), self._loaded, entry, nbytes)
+                return True
+        return False
+
+    def _encoded(self, run: _Running, sizes: dict[int, int], seconds: float) -> None:
+        ticket = run.ticket
+        self._ledger.settle(ticket, sizes, seconds)
+        for index, nbytes in sizes.items():
+            entry = ticket.entries[index]
+            if entry is not None:
+                self._arrived(entry, nbytes)
+
+    def _loaded(self, entry: Entry, nbytes: int) -> None:
+        self._ledger.loaded(entry, nbytes)
+        self._arrived(entry, nbytes)
+
+    def _arrived(self, entry: Entry, nbytes: int) -> None:
+        """Rows have come in: the tiers get them, whoever waits for them goes on."""
+        for tier in self._tiers:
+            tier.write(entry.content, nbytes)
+        for waiter in self._awaited.pop(entry, ()):
+            waiter.pending -= 1
+            if not waiter.pending:
+                self._ready(waiter)
+
+    def _ready(self, run: _Running) -> None:
+        tokens = run.ticket.end - run.ticket.start
+        self._device_free = max(self._now, self._device_free) + tokens / self._costs.prefill
+        self._at(self._device_free, self._first_token, run)
+
+    def _first_token(self, run: _Running) -> None:
+        seconds = self._now - run.arrived
+        self._sums.ttft.add(seconds)
+        self._sums.turns.add(run.turn.number, seconds, run.moved)
+        self._commit(run)
+        self._ledger.release(run.ticket)
+        if run.match is not None:
+            run.match.release()
+        if run.turn.output_tokens:
+            self._at(self._now + run.turn.output_tokens * self._costs.decode, self._finish, run)
+        else:
+            self._finish(run)
+
+    def _commit(self, run: _Running) -> None:
+        length = run.request.num_tokens
+        self._ledger.commit(run.request, length)
+        if self._prefix is not None:
+            self._prefix.insert(run.request, length)
+
+    def _finish(self, run: _Running) -> None:
+        turn = run.turn
+        if turn.output_tokens:
+            run.request.extend(self._output(turn.output_tokens))
+            self._commit(run)
+        self._ledger.finish(run.request.request_id)
+        if self._ledger.budget.drops:
+            self._ledger.take_drops()
+        self._slots += 1
+        later = self._busy[turn.conversation]
+        del self._busy[turn.conversation]
+        while self._slots and self._waiting:
+            self._start(self._waiting.popleft())
+        if later:
+            self._held -= len(later)
+            following, arrived = later.popleft()
+            # It could not come before the answer to which it is the reply.
+            self._arrive(following, max(arrived, self._now))
+            for other, when in later:
+                self._arrive(other, when)
+
+    # -- counting ------------------------------------------------------------------------------------------------------
+
+    def _count(self, run: _Running, start: int) -> None:
+        sums, ticket, request, turn = self._sums, run.ticket, run.request, run.turn
+        sums.requests += 1
+        sums.tokens += request.num_tokens
+        sums.prefix_tokens += start
+        counts = sums.items
+        counts["covered"] += ticket.num_items - len(ticket.entries)
+        seen: set[Entry] = set()
+        for entry in ticket.entries.values():
+            status = ticket.status_of(entry).value
+            if status == "missing" and entry is not None:
+                status = "stored" if entry in seen else status
+                seen.add(entry)
+            counts[status] += 1
+        plan = bytes_of(ticket)
+        run.moved = plan.transfer
+        values = (plan.transfer, plan.covered, plan.stored, plan.in_flight, plan.kept_on_cpu)
+        for reason, value in zip(sums.bytes, values):
+            sums.bytes[reason] += value
+        sums.series.add(self._now - (self._begin or 0.0), values)
+        plain = self._plain.pop(turn.conversation, 0.0) if turn.follows else 0.0
+        plain += sum(self._costs.encode(clip.rows) for _, clip in turn.clips)
+        sums.plain_encode_seconds += plain
+        if not turn.last:
+            self._plain[turn.conversation] = plain
+
+
+def _payload(request: MultimodalRequest, index: int) -> int:
+    fields = request.items[index].fields
+    return 0 if fields is None else fields.payload_bytes
