@@ -27,7 +27,8 @@ from mmcache.errors import (
 )
 from mmcache.features import FeatureCache
 from mmcache.fields import FieldConfig, ItemFields, join_fields, split_fields
-from mmcache.hashing import AudioSource, ContentHasher, ImageSource, VideoSource
+from mmcache.hashing import AudioSource, ContentHasher, ImageSource, VideoSource, same_content
+from mmcache.identity import ClientIds
 from mmcache.items import MultimodalItem, MultimodalRequest, PlaceholderRange
 from mmcache.ledger import EncoderLedger
 from mmcache.merge import MergePlan, merge_embeddings
@@ -37,13 +38,14 @@ from mmcache.policies import make_policy
 from mmcache.prefix import PrefixIndex, PrefixMatch, block_keys
 from mmcache.stats import CacheStats
 from mmcache.store import EmbeddingStore, StoreReport
-from mmcache.transfer import EncoderBatch, encoder_inputs
+from mmcache.transfer import EncoderBatch, Transfer, encoder_inputs
 
 __all__ = [
     "AudioSource",
     "CacheConfig",
     "CacheEvent",
     "CacheStats",
+    "ClientIds",
     "ConfigError",
     "ContentConflictError",
     "ContentHasher",
@@ -77,6 +79,7 @@ __all__ = [
     "SelfWaitError",
     "StepPlan",
     "StoreReport",
+    "Transfer",
     "UnhashableContentError",
     "UnknownClientIdError",
     "UnresolvedItemError",
@@ -89,6 +92,7 @@ __all__ = [
     "join_fields",
     "make_policy",
     "merge_embeddings",
+    "same_content",
     "split_fields",
 ]
 

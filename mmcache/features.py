@@ -15,6 +15,7 @@ from cachetools import LRUCache
 
 from mmcache.errors import ConfigError, FieldError
 from mmcache.fields import FieldValue, ItemFields
+from mmcache.hashing import same_content
 
 __all__ = ["FeatureCache", "FeatureStats"]
 
@@ -26,6 +27,7 @@ class FeatureStats:
     Attributes:
         hits, misses: contents found, and processed.
         joins: contents that were being processed for somebody else when they were asked for.
+        collisions: contents that turned out to be others than the ones held under their identifiers.
         oversized: contents served without being kept, since they are larger than the whole cache.
         entries, nbytes: held now.
     """
@@ -33,6 +35,7 @@ class FeatureStats:
     hits: int
     misses: int
     joins: int
+    collisions: int
     oversized: int
     entries: int
     nbytes: int
@@ -45,18 +48,33 @@ class FeatureCache:
     An entry owns its memory: a view into a larger batch is copied when it comes in, so that it keeps no batch alive.
     """
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(
+        self, capacity_bytes: int, *, verify: float = 0.0, on_collision: Callable[[str], None] | None = None
+    ) -> None:
         """Make an empty cache of that many bytes.
 
+        Args:
+            capacity_bytes: its budget.
+            verify: share of the hits of `get_or_process`, from 0 to 1, at which the content is processed all the same
+                and compared with what is held, byte by byte: a digest that is not collision-resistant can be checked
+                by sampling, or always.
+            on_collision: called with the identifier when they differ, so that embeddings under it can be invalidated
+                (`MultimodalCache.invalidate`); the fresh content replaces what was held.
+
         Raises:
-            ConfigError: not an integer >= 0.
+            ConfigError: not an integer >= 0, or a share that is none.
         """
         if isinstance(capacity_bytes, bool) or not isinstance(capacity_bytes, int) or capacity_bytes < 0:
             raise ConfigError("capacity_bytes is an integer >= 0", field="capacity_bytes", found=repr(capacity_bytes))
+        if isinstance(verify, bool) or not isinstance(verify, (int, float)) or not 0 <= verify <= 1:
+            raise ConfigError("verify is a share of the hits", field="verify", expected="0 to 1", found=repr(verify))
+        self._verify = float(verify)
+        self._unverified = 0.0
+        self._on_collision = on_collision
         self._entries: LRUCache[str, ItemFields] = LRUCache(capacity_bytes, getsizeof=_nbytes)
         self._working: dict[str, Future[ItemFields]] = {}
         self._lock = threading.Lock()
-        self._hits = self._misses = self._joins = self._oversized = 0
+        self._hits = self._misses = self._joins = self._collisions = self._oversized = 0
 
     def get(self, identifier: str) -> ItemFields | None:
         """The fields of a content, or None. What comes back is held by the caller: no later eviction takes it away."""
@@ -94,22 +112,32 @@ class FeatureCache:
         while True:
             with self._lock:
                 fields = self._entries.get(identifier)
+                future = self._working.get(identifier) if fields is None else None
                 if fields is not None:
                     self._hits += 1
-                    return fields
-                future = self._working.get(identifier)
-                if future is None:
+                    # One hit in every 1 / verify, evenly: chance would let a short run go unverified.
+                    self._unverified += self._verify
+                    if self._unverified < 1:
+                        return fields
+                    self._unverified -= 1
+                elif future is None:
                     mine: Future[ItemFields] = Future()
                     self._working[identifier] = mine
                     self._misses += 1
-                    break
-                self._joins += 1
+                else:
+                    self._joins += 1
+            if fields is not None:
+                return self._verified(identifier, fields, process())
+            if future is None:
+                return self._process(identifier, process, mine)
             try:
                 return future.result()
             except BaseException:
                 if not future.done():
                     raise  # interrupted while waiting
-                continue
+                continue  # the error is its caller's; whoever waited tries for itself
+
+    def _process(self, identifier: str, process: Callable[[], ItemFields], mine: Future[ItemFields]) -> ItemFields:
         try:
             fields = self.put(identifier, process())
         except BaseException as error:
@@ -121,6 +149,16 @@ class FeatureCache:
             del self._working[identifier]
         mine.set_result(fields)
         return fields
+
+    def _verified(self, identifier: str, held: ItemFields, fresh: ItemFields) -> ItemFields:
+        """The fields of the content that was asked for: what is held, if it is the same."""
+        if held.resembles(fresh) and all(same_content(held[name], fresh[name]) for name in fresh):
+            return held
+        with self._lock:
+            self._collisions += 1
+        if self._on_collision is not None:
+            self._on_collision(identifier)
+        return self.put(identifier, fresh)
 
     def discard(self, identifier: str) -> None:
         """Forget a content. Idempotent."""
@@ -139,6 +177,7 @@ class FeatureCache:
                 self._hits,
                 self._misses,
                 self._joins,
+                self._collisions,
                 self._oversized,
                 len(self._entries),
                 int(self._entries.currsize),

@@ -65,7 +65,13 @@ class MultimodalCache:
         self._telling = threading.Lock()
         self._tiers: TierLink | None = None
         if tiers:
-            tiered = TieredStore(tiers, namespace=config.namespace, on_event=self._tier_event)
+            tiered = TieredStore(
+                tiers,
+                namespace=config.namespace,
+                deadline=config.tier_deadline,
+                write_behind_bytes=config.write_behind_bytes,
+                on_event=self._tier_event,
+            )
             self._tiers = TierLink(
                 tiered, self._ledger, self._store, config.adapter_touches_encoder, self._fits, self._tell_stored
             )
@@ -153,7 +159,8 @@ class MultimodalCache:
         rows_of = self._checked(lookup, embeddings)
         sizes = {index: rows.numel() * rows.element_size() for index, rows in rows_of.items()}
         self._drop(self._ledger.admit(ticket, sizes))
-        entries = [(ticket.entries[index], rows) for index, rows in rows_of.items()]
+        # An abort in another thread may come between any two of these steps; it empties the ticket.
+        entries = [(ticket.entries.get(index), rows) for index, rows in rows_of.items()]
         for entry, rows in entries:
             if entry is not None:
                 self._store.put(entry.handle, rows, copy=copy)
@@ -161,7 +168,7 @@ class MultimodalCache:
             fresh = {e.identifier: self._store.get(e.handle) for e, _ in entries if e is not None and not e.detached}
             self._tiers.write(lookup.request, {name: rows for name, rows in fresh.items() if rows is not None})
         self._ledger.settle(ticket, sizes, seconds)
-        # An abort in another thread may have ended the reservation between the check and the copy.
+        # What the abort gave up before the copy was made has no other way out of the store.
         self._store.drop(entry.handle for entry, _ in entries if entry is not None and entry.gone)
         self._tell_stored([entry for entry, _ in entries if entry is not None])
 
@@ -170,10 +177,16 @@ class MultimodalCache:
     ) -> dict[int, Tensor]:
         """The rows by item index, all checked before anything is stored."""
         request = lookup.request
-        missing = lookup.missing
+        missing, entries = lookup.missing, lookup._open().entries
         if isinstance(embeddings, Mapping):
             by_index = dict(embeddings)
         else:
+            if not isinstance(embeddings, (Sequence, Tensor)):
+                raise EmbeddingError(
+                    "embeddings come as {item index: rows} or as a sequence",
+                    request_id=request.request_id,
+                    found=type(embeddings).__name__,
+                )
             if len(embeddings) != len(missing):
                 raise EmbeddingError(
                     "a sequence of embeddings has one entry for each missing item",
@@ -193,6 +206,9 @@ class MultimodalCache:
                 )
             item = request.items[index]
             check_rows(rows, item.placeholder.num_embeds, request.request_id, index)
+            entry = entries.get(index)
+            if entry is None or entry.detached:
+                continue  # for this lookup alone, of an encoder before `invalidate` perhaps: no measure for others
             width = rows.shape[1]
             expected = row_bytes.setdefault(item.modality, width * rows.element_size())
             if width * rows.element_size() != expected:

@@ -28,6 +28,8 @@ class CacheConfig:
         prefix_blocks: capacity of that index, used where `lookup` is not told `num_computed_tokens`; 0 leaves
             it out.
         lease_seconds: after this time a waiter takes over from an owner that has not delivered.
+        tier_deadline: seconds that each tier has to answer a look-up, after which it counts as a miss.
+        write_behind_bytes: bytes that may wait to be written to a tier; what does not fit is not written, and counted.
         adapter_touches_encoder: whether requests of different adapters have different embeddings.
     """
 
@@ -39,6 +41,8 @@ class CacheConfig:
     block_size: int = 16
     prefix_blocks: int = 65536
     lease_seconds: float = 120.0
+    tier_deadline: float = 1.0
+    write_behind_bytes: int = 256 << 20
     adapter_touches_encoder: bool = True
 
     def __post_init__(self) -> None:
