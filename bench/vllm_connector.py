@@ -46,8 +46,8 @@ def trace(model: str, variant: str, folder: Path, chats: int, turns: int) -> dic
     engine = Engine(
         model,
         connector(variant, folder),
-        max_num_batched_tokens=1024,
-        kv_cache_memory_bytes=2 << 20,
+        max_num_batched_tokens=640,
+        kv_cache_memory_bytes=(5 << 20) // 4,
         limit_mm_per_prompt={"image": turns},
     )
     engine.run(ask(999))  # compilation and caches of the process

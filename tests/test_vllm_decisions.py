@@ -455,6 +455,35 @@ def test_an_item_without_media_is_fetched_again_when_it_was_evicted() -> None:
     assert engine.side.has_item(digest("a"))
 
 
+def test_an_item_without_media_that_vllm_was_given_is_not_needed_again() -> None:
+    store = Store()
+    Engine(trust=True, store=store).serve(request(item("a")))
+    engine = Engine(trust=True, store=store)
+    r = request(item("a", data=None))
+    assert engine.ready(r)
+    engine.schedule(r)
+    engine.step()
+    store.rows.clear()
+    (resident,) = [engine.side.residents.get(key) for batch in store.asked[-1:] for key in batch]
+    engine.side.catch_up()
+    assert resident is not None
+    assert engine.side.residents.drop(resident)
+    assert engine.ready(r, 2)  # the second chunk begins in the middle of the item
+    assert engine.side.take_unavailable() == set()
+
+
+def test_a_fault_of_our_own_fails_a_request_that_the_engine_cannot_encode() -> None:
+    engine = Engine(trust=True, store=Store())
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    engine.store.prefetch = broken  # type: ignore[method-assign]
+    r = request(item("a", data=None))
+    assert not engine.ready(r)
+    assert engine.side.take_unavailable() == {r.request_id}
+
+
 # -- roles
 
 

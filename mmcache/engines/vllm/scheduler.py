@@ -11,46 +11,26 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
+from mmcache.engines.vllm.intake import Fetches, Intake
 from mmcache.engines.vllm.keys import Feature, Keyer, Refusal
 from mmcache.engines.vllm.messages import Load, Save, StepPlan
 from mmcache.engines.vllm.region import SharedRegion, SlotHeader, slot_bytes
+from mmcache.engines.vllm.requests import RequestState
 from mmcache.engines.vllm.residents import Resident, Residents, State
 from mmcache.engines.vllm.writeback import WriteBack
 from mmcache.tiers import Expected, Key
 
-__all__ = ["Fetches", "SchedulerSide"]
+__all__ = ["SchedulerSide"]
 
 _log = logging.getLogger("mmcache.vllm")
 _TRIES_WITHOUT_MEDIA = 3
 _LOOK_AHEAD_WINDOWS = 2
-
-
-class Fetches(Protocol):
-    """What is used of a `TieredStore` for reading."""
-
-    def prefetch(self, keys: Mapping[Key, Expected | None], on_done: Callable[[dict[Key, Tensor]], None]) -> object:
-        """Start fetching; `on_done` is called once, on any thread, with what was found."""
-
-
-class _Request:
-    """What is remembered of a request while it lives."""
-
-    __slots__ = ("asked", "deferred_since", "end", "first_wait", "gave_up", "life")
-
-    def __init__(self, life: tuple[int, int], end: int) -> None:
-        self.life = life  # preempted or given more media, a request starts anew
-        self.end = end
-        self.asked: Counter[Key] = Counter()
-        self.first_wait: dict[str, float] = {}
-        self.gave_up: set[str] = set()
-        self.deferred_since: float | None = None
 
 
 class SchedulerSide:
@@ -92,9 +72,7 @@ class SchedulerSide:
         self._workers = workers
         self._ranks: list[int] | None = None
         self._keyer = keyer
-        self._store = store
         self._write_back = write_back
-        self._helper = helper
         self._consumes = consumes
         self._produces = produces
         self._width = width
@@ -104,10 +82,20 @@ class SchedulerSide:
         self._clock = clock
         self.residents = Residents(region.nbytes)
         self.counts: Counter[str] = Counter()
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, RequestState] = {}
         self._unavailable: set[str] = set()
-        self._fetching: set[Key] = set()
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._intake: Intake | None = None
+        if store is not None:
+            self._intake = Intake(
+                region,
+                self.residents,
+                store,
+                helper=helper,
+                call_soon=self._inbox.put,
+                counts=self.counts,
+                dtype=dtype,
+            )
         self._offers: dict[str, Resident] = {}
         self._engine_holds: set[str] = set()
         self._step = 0
@@ -129,7 +117,7 @@ class SchedulerSide:
         except Exception:  # no offer is the safe answer: vLLM encodes
             self._report()
             self._withdraw_offers()
-            return True
+            return self._without_offers(request, num_computed_tokens)
 
     def _prepare(self, request: Any, num_computed_tokens: int) -> bool:
         features: Sequence[Feature] = request.mm_features
@@ -137,13 +125,13 @@ class SchedulerSide:
         life = (request.num_preemptions, len(features))
         if known is None or known.life != life:
             end = max((f.mm_position.offset + f.mm_position.length for f in features), default=0)
-            known = self._requests[request.request_id] = _Request(life, end)
+            known = self._requests[request.request_id] = RequestState(life, end)
         if known.end <= num_computed_tokens:
             return True  # decoding: nothing is left to load
         self.catch_up()
         self._withdraw_offers()
         if self._ready_ranks() is None:
-            return self._without_offers(request, features, num_computed_tokens)
+            return self._without_offers(request, num_computed_tokens)
         end = num_computed_tokens + self._window
         ahead = num_computed_tokens + _LOOK_AHEAD_WINDOWS * self._window
         wanted: dict[Key, Expected | None] = {}
@@ -156,20 +144,20 @@ class SchedulerSide:
                 break
             waits = self._prepare_item(request, known, feature, wanted)
             wait |= waits and position.offset < end
-        if wanted:
-            self._fetch(wanted)
+        if wanted and self._intake is not None:
+            self._intake.fetch(wanted)
         if request.request_id in self._unavailable:
             wait = True
         self._count_waiting(known, wait)
         return not wait
 
     def _prepare_item(
-        self, request: Any, known: _Request, feature: Feature, wanted: dict[Key, Expected | None]
+        self, request: Any, known: RequestState, feature: Feature, wanted: dict[Key, Expected | None]
     ) -> bool:
         """Offer an item, or start getting it; True while it is worth waiting for."""
         identifier = feature.identifier
         encodable = self._keyer.encodable(feature)
-        if identifier in self._offers:
+        if identifier in self._offers or identifier in known.given:
             return False
         # vLLM may drop what it holds before it comes to this item: what is ready anyway is offered all the same
         held = encodable and identifier in self._engine_holds
@@ -193,9 +181,10 @@ class SchedulerSide:
             resident = None
         if held:
             return False
-        if resident is None and key not in self._fetching:
+        under_way = self._intake is not None and key in self._intake.under_way
+        if resident is None and not under_way:
             tries = 1 if encodable else _TRIES_WITHOUT_MEDIA
-            if self._store is None or known.asked[key] >= tries:
+            if self._intake is None or known.asked[key] >= tries:
                 if not encodable:
                     self._give_up_on(request)
                 return False
@@ -208,16 +197,15 @@ class SchedulerSide:
         known.asked[key] = max(known.asked[key], 1)
         return self._wait(known, identifier) if encodable else self._wait_or_give_up(request, known, identifier)
 
-    def _wait(self, known: _Request, identifier: str) -> bool:
-        now = self._clock()
-        if now - known.first_wait.setdefault(identifier, now) < self._patience:
+    def _wait(self, known: RequestState, identifier: str) -> bool:
+        if known.may_wait(identifier, self._clock(), self._patience):
             return True
         if identifier not in known.gave_up:
             known.gave_up.add(identifier)
             self.counts["refused.slow"] += 1
         return False
 
-    def _wait_or_give_up(self, request: Any, known: _Request, identifier: str) -> bool:
+    def _wait_or_give_up(self, request: Any, known: RequestState, identifier: str) -> bool:
         if self._wait(known, identifier):
             return True
         self._give_up_on(request)
@@ -229,15 +217,16 @@ class SchedulerSide:
             self._unavailable.add(request.request_id)
             self.counts["failed_requests"] += 1
 
-    def _without_offers(self, request: Any, features: Iterable[Feature], num_computed_tokens: int) -> bool:
-        for feature in features:
+    def _without_offers(self, request: Any, num_computed_tokens: int) -> bool:
+        """Let vLLM encode everything, if it can."""
+        for feature in request.mm_features:
             position = feature.mm_position
             if position.offset + position.length > num_computed_tokens and not self._keyer.encodable(feature):
                 self._give_up_on(request)
                 return False
         return True
 
-    def _count_waiting(self, known: _Request, wait: bool) -> None:
+    def _count_waiting(self, known: RequestState, wait: bool) -> None:
         if wait and known.deferred_since is None:
             known.deferred_since = self._clock()
             self.counts["deferred"] += 1
@@ -261,6 +250,9 @@ class SchedulerSide:
         feature: Feature = request.mm_features[index]
         identifier = feature.identifier
         self._engine_holds.add(identifier)
+        known = self._requests.get(request.request_id)
+        if known is not None:
+            known.given.add(identifier)
         resident = self._offers.get(identifier)
         if resident is not None:
             self.counts["hits." + ("store" if resident.fetched else "memory")] += 1
@@ -363,54 +355,6 @@ class SchedulerSide:
                 self._write_back.put(resident, lambda: self._inbox.put(lambda: self.residents.unpin(resident)))
         else:
             self.counts["refused.not_written"] += 1
-        self.residents.unpin(resident)
-
-    # -- fetching
-
-    def _fetch(self, wanted: dict[Key, Expected | None]) -> None:
-        assert self._store is not None
-        self._fetching.update(wanted)
-        asked = tuple(wanted)
-        self._store.prefetch(wanted, lambda found: self._inbox.put(lambda: self._fetched(asked, found)))
-
-    def _fetched(self, asked: Sequence[Key], found: Mapping[Key, Tensor]) -> None:
-        for key in asked:
-            rows = found.get(key)
-            if rows is None or not self._take_in(key, rows):
-                self._fetching.discard(key)
-
-    def _take_in(self, key: Key, rows: Tensor) -> bool:
-        """Have rows copied into a slot; False if there is none to be had."""
-        if rows.ndim != 2 or rows.dtype != self._dtype or rows.device.type != "cpu":
-            self.counts["refused.mismatch"] += 1
-            return False
-        count, width = rows.shape
-        size = slot_bytes(count, width, rows.dtype)
-        resident = self.residents.admit(key, State.FILLING, size, count, width, rows.dtype)
-        if resident is None:
-            self.counts["refused.memory"] += 1
-            return False
-        self._region.clear_header(resident.offset)
-        self._helper(lambda: self._copy_in(resident, rows))
-        return True
-
-    def _copy_in(self, resident: Resident, rows: Tensor) -> None:
-        """On the helper's thread: the slot is this thread's alone while its resident is filling."""
-        try:
-            target = self._region.payload(resident.offset, resident.rows, resident.width, resident.dtype)
-            target.copy_(rows)
-            self._region.write_header(resident.offset, SlotHeader(0, resident.rows, resident.width, resident.dtype))
-            whole = True
-        except Exception:
-            whole = False
-        self._inbox.put(lambda: self._copied(resident, whole))
-
-    def _copied(self, resident: Resident, whole: bool) -> None:
-        self._fetching.discard(resident.key)
-        if whole:
-            resident.state = State.READY
-            resident.step = 0
-            resident.fetched = True
         self.residents.unpin(resident)
 
     # -- inside

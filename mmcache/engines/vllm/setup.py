@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
@@ -20,7 +21,9 @@ from mmcache.tiers import TieredStore
 
 __all__ = ["OpenedScheduler", "open_scheduler_side", "region_name"]
 
+_log = logging.getLogger("mmcache.vllm")
 _CLOSE_SECONDS = 5.0
+_NO_FIELDS = EmbeddingFields()
 
 
 def region_name(config: Any) -> str:
@@ -125,12 +128,13 @@ def open_scheduler_side(
             write_behind_bytes=max(1, min(256 << 20, settings.memory_bytes // 2)),
         )
     helper = Helper()
+    fields = _embedding_fields(model)
     keyer = Keyer(
         namespace_fingerprint(namespace),
         trust=settings.trust_client_ids,
         adapters_encode=bool(getattr(config.lora_config, "enable_tower_connector_lora", False)),
         hasher=hasher,
-        embedding_fields=_EmbeddingFieldsOf(model),
+        embedding_fields=lambda modality: fields.get(modality, _NO_FIELDS),
         hash_later=helper,
     )
     side = SchedulerSide(
@@ -163,25 +167,16 @@ def _vllm_version() -> str:
     return str(import_module("vllm").__version__) or version("vllm")
 
 
-class _EmbeddingFieldsOf:
-    """`EmbeddingFields` of a model, by modality, from what its data parser declares."""
-
-    def __init__(self, model_config: Any) -> None:
-        self._model_config = model_config
-        self._known: dict[str, EmbeddingFields] = {}
-
-    def __call__(self, modality: str) -> EmbeddingFields:
-        known = self._known.get(modality)
-        if known is None:
-            known = self._known[modality] = self._find(modality)
-        return known
-
-    def _find(self, modality: str) -> EmbeddingFields:
-        registry = import_module("vllm.multimodal").MULTIMODAL_REGISTRY
-        try:
-            declared = registry.create_processor(self._model_config).info.data_parser.embedding_fields
-            roles = dict(declared.get(modality, {}))
-        except Exception:  # a model's own code; without its word an item counts as one with media
-            return EmbeddingFields()
+def _embedding_fields(model_config: Any) -> dict[str, EmbeddingFields]:
+    """`EmbeddingFields` of a model by modality, as its data parser declares them. Slow: it loads the processor."""
+    registry = import_module("vllm.multimodal").MULTIMODAL_REGISTRY
+    try:
+        declared = dict(registry.create_processor(model_config).info.data_parser.embedding_fields)
+    except Exception:  # a model's own code; without its word every item counts as one with media
+        _log.warning("the model does not say how its embeddings are given", exc_info=True)
+        return {}
+    fields = {}
+    for modality, roles in declared.items():
         metadata = frozenset(name for name, role in roles.items() if role == "metadata")
-        return EmbeddingFields(metadata, frozenset(roles) - metadata)
+        fields[modality] = EmbeddingFields(metadata, frozenset(roles) - metadata)
+    return fields
