@@ -276,10 +276,13 @@ def needed_items(request: MultimodalRequest, needed_from: int, horizon: int) -> 
         nor covered (but where they have no rows), `needed` are the indices in between that have rows to merge.
     """
     first = bisect_right(request._reach, needed_from)
-    # Of items that nest, one that begins late may yet end before `needed_from`.
-    later = bisect_left(request._offsets, horizon if horizon > needed_from else needed_from, first)
+    offsets = request._offsets
+    later = len(offsets)
     if first == later:
         return first, later, []
+    if horizon < request.num_tokens:
+        # Of items that nest, one that begins late may yet end before `needed_from`.
+        later = bisect_left(offsets, horizon if horizon > needed_from else needed_from, first)
     first_rows, end_rows = request._first_rows, request._end_rows
     needed = []
     for index in range(first, later):

@@ -65,10 +65,13 @@ class Lookup:
         self.release()
 
     def __del__(self) -> None:
-        ticket = getattr(self, "_ticket", None)
-        if ticket is not None and not ticket.released:
+        try:
+            forgotten = not self._ticket.released
+        except AttributeError:  # the constructor did not get that far
+            return
+        if forgotten:
             # A finalizer runs at any moment, in any thread, perhaps inside a lock: leave it to the next call.
-            self._cache._orphans.append(ticket)
+            self._cache._orphans.append(self._ticket)
 
     # -- what was decided ----------------------------------------------------------------------------------------------
 
@@ -303,9 +306,12 @@ class Lookup:
 
         The request keeps its pins on items with rows still to merge until `commit` passes them or `finish`.
         """
-        ticket = self._ticket
-        if not ticket.released:
-            self._cache._release(ticket)
+        ticket, cache = self._ticket, self._cache
+        if not ticket.released and cache._ledger.release(ticket):
+            if ticket.match is not None:
+                ticket.match.release()
+            if cache._budget.drops:
+                cache._apply_drops()
 
     def _open(self) -> Ticket:
         ticket = self._ticket

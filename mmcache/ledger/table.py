@@ -87,10 +87,8 @@ class EntryTable:
             ticket.pinned = hits
         if absent is not None:
             for index in absent:
-                if identifiers[index] in scope:
-                    entries[index] = self._obtain(ticket, scope, index)
-                else:
-                    entries[index] = self.reserve(ticket, scope, index)
+                found = identifiers[index] in scope
+                entries[index] = self._obtain(ticket, scope, index) if found else self.reserve(ticket, scope, index)
 
     def _obtain(self, ticket: Ticket, scope: Scope, index: int) -> Entry:
         """An entry for one item: what is ready, the lookup's own, somebody else's, or a new one."""
@@ -112,15 +110,16 @@ class EntryTable:
         modality = request.items[index]._modality
         self._next_handle += 1
         entry = Entry(self._next_handle, scope, identifier, modality, rows, ticket, self._clock())
+        budget = self.budget
         if listed:
             scope[identifier] = entry
             row_bytes = self.row_bytes.get(modality)
             if row_bytes is not None:
-                self.budget.reserve(entry, rows * row_bytes)
+                budget.reserve(entry, rows * row_bytes)
         else:
             entry.detached = entry.sized = True
             entry.cached = False
-        self.budget.entries[entry.handle] = entry
+        budget.entries[entry.handle] = entry
         ticket.unsettled = [entry] if ticket.unsettled is None else [*ticket.unsettled, entry]
         return entry
 

@@ -37,10 +37,11 @@ class Tally:
             return
         items, sums, until = self._items, self._bytes, request._payload_until
         items[0] += first
-        items[4] += ticket.num_items - later
         sums[0] += until[first]
-        sums[4] += until[ticket.num_items] - until[later]
         sums[5] += request.kept_bytes
+        if later != ticket.num_items:
+            items[4] += ticket.num_items - later
+            sums[4] += until[ticket.num_items] - until[later]
         if not entries:
             return
         seen: set[Entry] | None = None
@@ -54,14 +55,14 @@ class Tally:
                 sums[2] += size
             else:
                 items[3] += 1
+                if len(entries) == 1:
+                    sums[3] += size
+                    break
                 if seen is None:
-                    seen = {entry}
-                    sums[3] += size
-                elif entry in seen:
-                    sums[1] += size
-                else:
-                    seen.add(entry)
-                    sums[3] += size
+                    seen = set()
+                # A content's payload goes once, with its first item.
+                sums[1 if entry in seen else 3] += size
+                seen.add(entry)
 
     def _add_uncommon(self, ticket: Ticket) -> None:
         """Shared fields, items without rows, and gaps between the needed ones need the whole account."""
