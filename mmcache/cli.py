@@ -19,6 +19,11 @@ _COMMANDS = {
         "mmcache.replay.command",
         "add_replay_command",
     ),
+    "size": (
+        "say how much memory for embeddings a workload is worth",
+        "mmcache.replay.size_command",
+        "add_size_command",
+    ),
     "audit": (
         "prove where the fields of a model belong: on the device or on the CPU",
         "mmcache.audit.command",

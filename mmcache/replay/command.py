@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from mmcache.errors import ConfigError, TraceError
+from mmcache.replay.arguments import add_workload_options, check_writable
 from mmcache.replay.chat import DEMO_TRACE, read_chat
 
 __all__ = ["add_replay_command"]
@@ -23,7 +23,8 @@ def add_replay_command(commands: Any) -> None:
         "replay",
         help="run a chat trace on a tiny real model, with the cache and without",
         description="Run a chat trace (JSON lines, OpenAI chat messages) on a tiny real model with random weights, with"
-        " the cache and without, and show what each turn moved. Exit status 1 if the two runs do not agree.",
+        " the cache and without, and show what each turn moved. Exit status 1 if the two runs do not agree. With"
+        " --simulate, run any trace or made workload without a model, through the cache's own decisions.",
     )
     parser.add_argument(
         "trace", nargs="?", default=None, metavar="TRACE", help="default: the demo that ships with mmcache"
@@ -32,6 +33,17 @@ def add_replay_command(commands: Any) -> None:
     parser.add_argument("--model", default="qwen2_5_vl", metavar="FAMILY", help=f"{families} (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
     parser.add_argument("--no-cache", action="store_true", help="run without a cache only")
+    simulation = parser.add_argument_group("simulation")
+    simulation.add_argument("--simulate", action="store_true", help="without a model; sizes stand in for tensors")
+    simulation.add_argument("--capacity", default="8GB", metavar="SIZE", help="for embeddings (default: %(default)s)")
+    simulation.add_argument(
+        "--policy", action="append", default=[], metavar="NAME", help="lru, gdsf, queue-aware; repeatable: side by side"
+    )
+    simulation.add_argument(
+        "--tier", action="append", default=[], metavar="NAME:SIZE:RATE[:US]", help="as host:64GB:20GB:50; repeatable"
+    )
+    simulation.add_argument("--html", metavar="FILE", help="also write a page to FILE")
+    add_workload_options(simulation)
     parser.set_defaults(run=run_replay)
 
 
@@ -41,6 +53,12 @@ def run_replay(arguments: argparse.Namespace) -> int:
     Raises:
         MMCacheError: the trace cannot be read, the model is unknown, an extra is missing.
     """
+    if arguments.simulate:
+        from mmcache.replay.size_command import run_simulation
+
+        return run_simulation(arguments)
+    if arguments.generate is not None or arguments.html is not None:
+        raise ConfigError("a made workload and a page go with --simulate")
     import torch
 
     from mmcache.replay.live import replay_live
@@ -55,8 +73,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
     if not turns:
         raise TraceError("holds no requests", path=str(trace))
     target = Path(arguments.json) if arguments.json is not None else None
-    if target is not None and (target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK)):
-        raise ConfigError(f"{target} cannot be written")
+    check_writable(target)
     # Operations of a tiny model are too small to share: threads would mostly wait for each other.
     torch.set_num_threads(1)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

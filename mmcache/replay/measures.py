@@ -112,6 +112,7 @@ class Simulation:
             of a missing or loaded one within a request count as stored.
         bytes: bytes of fields by `REASONS`.
         encodes, encode_seconds: runs of the encoder, one an item, and their seconds.
+        needed_seconds: seconds if every item that no prefix covers were encoded.
         plain_encode_seconds: seconds if every item of every request were encoded.
         tier_hits: contents loaded, by tier.
         evictions, uncached: as in `CacheStats`.
@@ -135,6 +136,7 @@ class Simulation:
     bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
     encodes: int = 0
     encode_seconds: float = 0.0
+    needed_seconds: float = 0.0
     plain_encode_seconds: float = 0.0
     tier_hits: dict[str, int] = field(default_factory=dict)
     evictions: dict[str, int] = field(default_factory=dict)
@@ -187,6 +189,7 @@ class Simulation:
             "total_bytes": self.total_bytes,
             "encodes": self.encodes,
             "encode_seconds": self.encode_seconds,
+            "needed_seconds": self.needed_seconds,
             "plain_encode_seconds": self.plain_encode_seconds,
             "tier_hits": self.tier_hits,
             "evictions": self.evictions,

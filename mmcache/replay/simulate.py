@@ -14,7 +14,6 @@ from heapq import heappop, heappush
 
 from mmcache.items import MultimodalRequest
 from mmcache.ledger import EncoderLedger, Entry, Ticket
-from mmcache.ledger.snapshots import bytes_of
 from mmcache.planning import ItemStatus
 from mmcache.policies import make_policy
 from mmcache.prefix import PrefixIndex, PrefixMatch
@@ -176,10 +175,9 @@ class _Simulator:
             for entry in ticket.unsettled:
                 if entry.owner is not ticket and entry.handle in self._ledger.budget.entries:
                     self._await(run, entry)
-            for index in mine:
-                entry = ticket.entries[index]
-                if entry is not None:
-                    self._await(run, entry)
+            for own in (ticket.entries[index] for index in mine):
+                if own is not None:
+                    self._await(run, own)
         if self._ledger.budget.drops:
             self._ledger.take_drops()
         used = self._ledger.budget.used
@@ -250,7 +248,10 @@ class _Simulator:
         seconds = self._now - run.arrived
         self._sums.ttft.add(seconds)
         self._sums.turns.add(run.turn.number, seconds, run.moved)
-        self._commit(run)
+        length = run.request.num_tokens
+        self._ledger.commit(run.request, length)
+        if self._prefix is not None:
+            self._prefix.insert(run.request, length)
         self._ledger.release(run.ticket)
         if run.match is not None:
             run.match.release()
@@ -259,17 +260,12 @@ class _Simulator:
         else:
             self._finish(run)
 
-    def _commit(self, run: _Running) -> None:
-        length = run.request.num_tokens
-        self._ledger.commit(run.request, length)
-        if self._prefix is not None:
-            self._prefix.insert(run.request, length)
-
     def _finish(self, run: _Running) -> None:
         turn = run.turn
         if turn.output_tokens:
             run.request.extend(self._output(turn.output_tokens))
-            self._commit(run)
+            if self._prefix is not None:
+                self._prefix.insert(run.request, run.request.num_tokens)
         self._ledger.finish(run.request.request_id)
         if self._ledger.budget.drops:
             self._ledger.take_drops()
@@ -302,7 +298,9 @@ class _Simulator:
                 status = "stored" if entry in seen else status
                 seen.add(entry)
             counts[status] += 1
-        plan = bytes_of(ticket)
+            if entry is not None:
+                sums.needed_seconds += self._costs.encode(entry.num_rows)
+        plan = self._ledger.snapshot(ticket).bytes
         run.moved = plan.transfer
         values = (plan.transfer, plan.covered, plan.stored, plan.in_flight, plan.kept_on_cpu)
         for reason, value in zip(sums.bytes, values):

@@ -1,0 +1,112 @@
+"""The command `mmcache size`, and what `mmcache replay --simulate` does."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from mmcache.errors import ConfigError, TraceError
+from mmcache.replay.arguments import BadLines, add_workload_options, check_writable, engine_of, workload_of
+from mmcache.replay.costs import parse_size
+from mmcache.replay.page import write_page
+from mmcache.replay.simulate import simulate
+from mmcache.replay.size import size_workload
+from mmcache.replay.text import simulation_text, sizing_text
+
+__all__ = ["add_size_command", "run_simulation"]
+
+
+def add_size_command(commands: Any) -> None:
+    """Add `size` to the subparsers of the command line."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "size",
+        help="say how much memory for embeddings a workload is worth",
+        description="Say what room for embeddings saves on a workload: for LRU exactly, at every capacity, in one pass;"
+        " for other policies by simulation at some capacities.",
+    )
+    parser.add_argument("trace", nargs="?", default=None, metavar="TRACE", help="chat or Mooncake lines, or ServeGen")
+    parser.add_argument("--target", type=float, default=None, metavar="X", help="a hit ratio to reach, from 0 to 1")
+    parser.add_argument(
+        "--policy",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="simulate it too: lru, gdsf, queue-aware; repeatable",
+    )
+    parser.add_argument(
+        "--capacity", action="append", default=[], metavar="SIZE", help="a point to look at; repeatable"
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
+    parser.add_argument("--html", metavar="FILE", help="also write a page to FILE")
+    add_workload_options(parser)
+    parser.set_defaults(run=run_size)
+
+
+def run_size(arguments: argparse.Namespace) -> int:
+    """Run `mmcache size`; returns the exit status.
+
+    Raises:
+        MMCacheError: the trace cannot be read, or an option is out of range.
+    """
+    if arguments.target is not None and not 0 < arguments.target <= 1:
+        raise ConfigError("a hit ratio lies between 0 and 1", field="target", found=arguments.target)
+    bad = BadLines()
+    name, make_turns = workload_of(arguments, bad)
+    engine = engine_of(arguments, policy="lru")
+    targets = _targets(arguments)
+    for policy in arguments.policy:
+        engine_of(arguments, policy=policy)  # raises for an unknown one, before the pass
+    sizing = size_workload(
+        make_turns,
+        engine,
+        target=arguments.target,
+        policies=list(dict.fromkeys(arguments.policy)),
+        capacities=[parse_size(text) for text in arguments.capacity],
+    )
+    if not sizing.requests:
+        raise TraceError("holds no requests", path=name)
+    sizing = sizing.with_skipped(bad.count)
+    print(sizing_text(name, sizing))
+    _write(targets, name, {"workload": name, "sizing": sizing.as_json()})
+    return 0
+
+
+def run_simulation(arguments: argparse.Namespace) -> int:
+    """Run `mmcache replay --simulate`; returns the exit status.
+
+    Raises:
+        MMCacheError: the trace cannot be read, or an option is out of range.
+    """
+    bad = BadLines()
+    name, make_turns = workload_of(arguments, bad)
+    policies = list(dict.fromkeys(arguments.policy)) or ["queue-aware"]
+    engines = [
+        engine_of(arguments, capacity=arguments.capacity, policy=policy, tiers=arguments.tier) for policy in policies
+    ]
+    targets = _targets(arguments)
+    runs = [simulate(make_turns(), engine) for engine in engines]
+    if not runs[0].requests:
+        raise TraceError("holds no requests", path=name)
+    for run in runs:
+        run.skipped_lines = bad.count
+    print(simulation_text(name, runs))
+    _write(targets, name, {"workload": name, "simulations": [run.as_json() for run in runs]})
+    return 0
+
+
+def _targets(arguments: argparse.Namespace) -> tuple[Path | None, Path | None]:
+    """The files to write, which can be written."""
+    targets = [None if file is None else Path(file) for file in (arguments.json, arguments.html)]
+    for target in targets:
+        check_writable(target)
+    return targets[0], targets[1]
+
+
+def _write(targets: tuple[Path | None, Path | None], name: str, report: dict[str, Any]) -> None:
+    json_file, page = targets
+    if json_file is not None:
+        json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if page is not None:
+        write_page(page, name, report)
