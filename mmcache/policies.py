@@ -15,7 +15,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 from heapq import heapify, heappop, heappush, heapreplace
-from math import isfinite
+from math import inf, isfinite, sqrt
 from typing import Protocol
 
 from mmcache.errors import ConfigError
@@ -104,7 +104,20 @@ class LruPolicy:
 class _Record:
     """What GDSF knows of an entry. `place` says which order holds its one node."""
 
-    __slots__ = ("content", "cost", "key", "live", "nbytes", "pinned", "place", "priority", "tick", "uses", "value")
+    __slots__ = (
+        "content",
+        "cost",
+        "key",
+        "limit",
+        "live",
+        "nbytes",
+        "pinned",
+        "place",
+        "priority",
+        "tick",
+        "uses",
+        "value",
+    )
 
     def __init__(self, key: Hashable, nbytes: int, cost: float, content: Hashable, uses: int) -> None:
         self.key = key
@@ -113,6 +126,7 @@ class _Record:
         self.content = content
         self.uses = uses
         self.value = cost / nbytes if nbytes > 0 else cost
+        self.limit = inf  # of what its uses can make of its value
         self.live = False  # a candidate
         self.pinned = False  # taken by `pin`, and to come back by `unpin`
         self.place = _NOWHERE
@@ -120,6 +134,9 @@ class _Record:
         self.tick = 0
 
 
+_LIFT = 1.5
+_SPREAD = 4
+_WINDOW = 1000  # entries over which the mean value is taken
 _NOWHERE, _IN_HEAP, _PARKED = range(3)
 _HISTORY = 4096
 """Records kept of entries that were removed: a policy is not told whether they are gone or pinned and to come back."""
@@ -160,7 +177,7 @@ class GdsfPolicy:
         record.pinned = False
         record.live = True
         record.tick = self._tick = self._tick + 1
-        record.priority = self._age + record.uses * record.value
+        record.priority = self._age + min(record.uses * record.value, record.limit)
         if not record.place:
             record.place = _IN_HEAP
             self._returned.append(record)
@@ -171,7 +188,7 @@ class GdsfPolicy:
         if record is not None:
             record.uses += 1
             self._tick = record.tick = self._tick + 1
-            record.priority = self._age + record.uses * record.value
+            record.priority = self._age + min(record.uses * record.value, record.limit)
 
     def remove(self, key: Hashable) -> None:
         """Make an entry no candidate; idempotent."""
@@ -201,7 +218,8 @@ class GdsfPolicy:
                 record.pinned = False
                 record.live = True
                 record.tick = tick = tick + 1
-                record.priority = age + record.uses * record.value
+                worth = record.uses * record.value
+                record.priority = age + (worth if worth < record.limit else record.limit)
                 if not record.place:
                     record.place = _IN_HEAP
                     self._returned.append(record)
@@ -300,6 +318,10 @@ class QueueAwarePolicy(GdsfPolicy):
     """GDSF that knows which requests wait: what they need goes last, later needs before sooner ones.
 
     A need is known by content, so that an entry admitted after the announcement is recognised.
+
+    Among the rest, uses make up for a low value, but lift no entry beyond `_SPREAD` standard deviations above the mean
+    value: a conversation uses its images every turn and then never again, and what only frequency ranks high would
+    stay long after it. So with equal sizes and costs, where GDSF loses to LRU on chats, the order is that of LRU.
     """
 
     def __init__(self) -> None:
@@ -307,6 +329,9 @@ class QueueAwarePolicy(GdsfPolicy):
         self._needs: dict[Hashable, _Need] = {}
         self._late: list[tuple[float, int, _Need]] = []  # (-position, tie, need): latest first
         self._ties = 0
+        self._seen = 0
+        self._mean = 0.0  # of the values of late, and of their squares
+        self._square = 0.0
 
     def announce(self, position: float, contents: Iterable[Hashable]) -> None:
         """A request waits that needs `contents`; requests of lower positions run sooner. O(log queue) an item."""
@@ -347,6 +372,16 @@ class QueueAwarePolicy(GdsfPolicy):
                 return self._evict(record)
             self._park(record, need)
         return self._latest()
+
+    def _record(self, key: Hashable, nbytes: int, cost: float, content: Hashable, old: _Record | None) -> _Record:
+        record = super()._record(key, nbytes, cost, content, old)
+        value = record.value
+        self._seen = min(self._seen + 1, _WINDOW)
+        self._mean += (value - self._mean) / self._seen
+        self._square += (value * value - self._square) / self._seen
+        spread = sqrt(max(0.0, self._square - self._mean * self._mean))
+        record.limit = max(value, _LIFT * self._mean + _SPREAD * spread)
+        return record
 
     def _latest(self) -> Hashable | None:
         late = self._late

@@ -113,8 +113,6 @@ class TestCostPerByte:
         policy = make_policy(name)
         policy.add("once", 10)
         policy.add("twice", 10)
-        policy.touch("once")
-        policy.touch("twice")
         policy.touch("twice")
         for _ in range(5):
             policy.remove("once")
@@ -129,7 +127,8 @@ class TestCostPerByte:
         policy.touch("a")
         policy.touch("a")
         policy.add("a", 10)
-        policy.touch("b")
+        policy.remove("b")
+        policy.add("b", 10)  # used later, but less often
         assert drain(policy) == ["b", "a"]
 
     @pytest.mark.parametrize("cost", [-1.0, math.inf, math.nan])
@@ -183,6 +182,18 @@ def test_pinned_entries_are_never_lost(policy: EvictionPolicy) -> None:
     assert policy.victim() is None
     policy.unpin(["kept"])
     assert drain(policy) == ["kept"]
+
+
+def test_without_a_queue_uses_lift_an_entry_only_so_far() -> None:
+    """A picture that a conversation used every turn does not outlive many that came after it."""
+    policy = QueueAwarePolicy()
+    policy.add("often", 10)
+    for _ in range(100):
+        policy.touch("often")
+    for key in range(3):
+        policy.add(key, 10)
+        policy.touch(key)
+    assert drain(policy)[0] == "often"
 
 
 class TestQueue:
@@ -266,7 +277,20 @@ class AgainstModel(RuleBasedStateMachine):
         self.entries: dict[int, dict[str, Any]] = {}
         self.pinned: set[int] = set()
         self.age = 0.0
-        self.tick = 0
+        self.tick = self.count = 0
+        self.mean = self.square = 0.0
+
+    def limit(self, value: float) -> float:
+        """Up to one and a half times the mean value and four standard deviations; no limit for plain GDSF."""
+        if not self.can_announce:
+            return math.inf
+        self.count += 1
+        self.mean += (value - self.mean) / self.count
+        self.square += (value * value - self.square) / self.count
+        return max(value, 1.5 * self.mean + 4 * math.sqrt(max(0.0, self.square - self.mean * self.mean)))
+
+    def priority(self, entry: dict[str, Any]) -> float:
+        return self.age + min(entry["uses"] * entry["value"], entry["limit"])
 
     def next_tick(self) -> int:
         self.tick += 1
@@ -280,12 +304,14 @@ class AgainstModel(RuleBasedStateMachine):
         value = cost / nbytes
         if entry is None:
             entry = self.entries[key] = {"uses": 1, "live": False, "shape": None}
+        if entry["shape"] != (nbytes, cost):
+            entry["limit"] = self.limit(value)
+            entry["value"] = value
         if not entry["live"] or entry["shape"] != (nbytes, cost):
             entry.update(
                 live=True,
                 shape=(nbytes, cost),
-                value=value,
-                priority=self.age + entry["uses"] * value,
+                priority=self.priority(entry),
                 tick=self.next_tick(),
             )
 
@@ -294,7 +320,7 @@ class AgainstModel(RuleBasedStateMachine):
         self.policy.touch(key)
         if entry := self.entries.get(key):
             entry["uses"] += 1
-            entry.update(priority=self.age + entry["uses"] * entry["value"], tick=self.next_tick())
+            entry.update(priority=self.priority(entry), tick=self.next_tick())
 
     @rule(key=st.integers(0, 12))
     def remove(self, key: int) -> None:
@@ -320,7 +346,7 @@ class AgainstModel(RuleBasedStateMachine):
             if key in self.pinned:
                 self.pinned.remove(key)
                 entry = self.entries[key]
-                entry.update(live=True, priority=self.age + entry["uses"] * entry["value"], tick=self.next_tick())
+                entry.update(live=True, priority=self.priority(entry), tick=self.next_tick())
 
     @rule(position=st.integers(0, 8), contents=st.lists(st.integers(0, 5), max_size=3))
     def announce(self, position: int, contents: list[int]) -> None:
