@@ -2,10 +2,10 @@
 
     python bench/eviction.py --traces DIR [--shares 0.01 0.05] [--queues 0 64] [--equal]
 
-Every `*.jsonl` or `*.jsonl.gz` in DIR whose lines have `hash_ids` is replayed: an id is an object, a line a request that
-needs its objects in order. Sizes are equal, or lognormal from 0.2 to 30 MB (seeded). Capacity is a share of the distinct
-bytes. With a queue the policy knows the requests that run next, as a scheduler does. Seconds saved are of an encoder
-that takes 5 ms and 4 ms a megabyte, times a seeded lognormal factor, and are given to the policy as costs.
+Every `*.jsonl` or `*.jsonl.gz` in DIR whose lines have `hash_ids` is replayed: an id is an object, a line a request
+that needs its objects in order. Sizes are equal, or lognormal from 0.2 to 30 MB (seeded). Capacity is a share of the
+distinct bytes. With a queue the policy knows the requests that run next, as a scheduler does. Seconds saved are of an
+encoder that takes 5 ms and 4 ms a megabyte, times a seeded lognormal factor, and are given to the policy as costs.
 """
 
 from __future__ import annotations
