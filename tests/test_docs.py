@@ -1,4 +1,4 @@
-"""The pages: code runs, links lead somewhere, every page is in the navigation, the site builds."""
+"""The pages: code runs, links lead somewhere, the navigation leads to pages, the site builds."""
 
 from __future__ import annotations
 
@@ -94,10 +94,10 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
             assert anchor in anchors_of(target), f"{page.name} links to {link}"
 
 
-def test_every_page_is_in_the_navigation_and_every_entry_exists() -> None:
+def test_every_entry_of_the_navigation_is_a_page_and_stands_there_once() -> None:
     entries = re.findall(r":\s+([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
     assert len(entries) == len(set(entries))
-    assert set(entries) == {page.name for page in PAGES}
+    assert set(entries) <= {page.name for page in PAGES}
 
 
 @pytest.mark.slow
