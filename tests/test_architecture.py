@@ -20,7 +20,7 @@ FLOORS = [
     {"ledger", "store", "transfer", "merge"},
     {"cache", "ipc"},
     {"engines", "audit"},
-    {"cli", "replay"},
+    {"cli", "metrics", "replay"},
 ]
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
