@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -72,3 +76,19 @@ def test_tiers_are_exported_by_name() -> None:
     assert values["mmcache_tier_breaker_closed", tier.name] == 1
     assert values["mmcache_tier_lookups_total", tier.name, "hits"] == tier.hits
     cache.close()
+
+
+def test_every_query_of_the_dashboard_names_an_exported_metric() -> None:
+    cache = MultimodalCache(CacheConfig(capacity_bytes=4 * ROW, row_bytes={"image": ROW}), [MemoryTier(1 << 20)])
+    from mmcache.metrics import CacheCollector
+
+    kinds = {"counter": "_total", "gauge": ""}
+    names = {family.name + kinds[family.type] for family in CacheCollector(cache).collect()}
+    cache.close()
+    dashboard = json.loads((Path(__file__).parents[1] / "docs" / "grafana" / "mmcache.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    assert len(queries) > 10
+    for query in queries:
+        used = re.findall(r"mmcache_\w+", query)
+        assert used
+        assert set(used) <= names, query
