@@ -13,6 +13,7 @@ from split_engine import SplitEngine
 from mmcache import (
     CacheConfig,
     EmbeddingError,
+    EncoderLedger,
     ItemStatus,
     MultimodalCache,
     MultimodalItem,
@@ -20,6 +21,7 @@ from mmcache import (
     PlaceholderRange,
     ReleasedError,
     UnresolvedItemError,
+    make_policy,
 )
 
 COVERED, STORED, IN_FLIGHT, MISSING, LATER = (
@@ -652,3 +654,54 @@ def test_a_new_ledger_empties_the_stores() -> None:
     cache.stores = stores
     cache.lookup(request("text", 4), num_computed_tokens=0)
     assert [len(store) for store in stores] == [0, 0]
+
+
+def test_rows_of_an_encoder_before_the_invalidation_are_no_measure_for_the_next() -> None:
+    cache = MultimodalCache(CacheConfig(capacity_bytes=1 << 20))
+    before = cache.lookup(request("before", 20, images((0, 4))), num_computed_tokens=0)
+    cache.invalidate()
+    cache.insert(before, [rows_of("a", 4)])
+    after = cache.lookup(request("after", 20, images((0, 4))), num_computed_tokens=0)
+    cache.insert(after, [rows_of("a", 4, 8).bfloat16()])
+    assert after.stored == (0,)
+    assert before.merge_into(torch.zeros(20, WIDTH)).abs().sum() > 0
+
+
+def test_late_rows_of_an_encoder_before_the_invalidation_still_serve_their_own() -> None:
+    cache = MultimodalCache(CacheConfig(capacity_bytes=1 << 20))
+    before = cache.lookup(request("before", 20, images((0, 4))), num_computed_tokens=0)
+    cache.invalidate()
+    after = cache.lookup(request("after", 20, images((0, 4))), num_computed_tokens=0)
+    cache.insert(after, [rows_of("a", 4, 8).bfloat16()])
+    cache.insert(before, [rows_of("a", 4)])
+    assert torch.equal(before.merge_into(torch.zeros(20, WIDTH))[:4], rows_of("a", 4))
+
+
+def test_a_plan_of_another_ledger_ends_no_step_here() -> None:
+    mine, other = (EncoderLedger(1 << 20, make_policy("lru")) for _ in range(2))
+    plan = mine.plan(request("r", 20, images((0, 4))), num_computed_tokens=0)
+    stranger = other.plan(request("s", 20, images((0, 4))), num_computed_tokens=0)
+    assert stranger.plan_id == plan.plan_id
+    assert not mine.release(stranger)
+    mine.settle(plan, {0: 4 * ROW_BYTES})
+    assert mine.release(plan)
+    assert not mine.release(plan)
+
+
+def test_a_ledger_takes_requests_and_their_ids() -> None:
+    for of in (lambda req: req, lambda req: req.request_id):
+        ledger = EncoderLedger(1 << 20, make_policy("lru"))
+        req = request("r", 20, images((0, 4)))
+        ledger.announce(req)
+        ledger.withdraw(of(req))
+        ledger.plan(req, num_computed_tokens=0)
+        ledger.finish(of(req))
+        assert ledger.stats().entries == 0
+
+
+def test_settling_what_a_plan_does_not_need_changes_nothing() -> None:
+    ledger = EncoderLedger(1 << 20, make_policy("lru"))
+    plan = ledger.plan(request("r", 20, images((0, 4))), num_computed_tokens=0)
+    ledger.settle(plan, {7: 64}, seconds=1.0)
+    assert ledger.stats().encodes == 0
+    ledger.check()

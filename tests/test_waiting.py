@@ -7,6 +7,7 @@ import contextlib
 import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -266,3 +267,27 @@ def test_eight_threads_on_a_tiny_budget_for_thirty_seconds() -> None:
     cache._ledger.check()
     assert cache.stats().pinned_bytes == 0
     assert cache._store.nbytes == cache.stats().used_bytes
+
+
+@pytest.mark.parametrize("moment", ["before the rows are taken", "while they are copied"])
+def test_an_abort_during_an_insert_leaves_nothing_behind(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = MultimodalCache(CacheConfig(capacity_bytes=1 << 20, row_bytes={"image": ROW_BYTES}))
+    req = request("r", 20, images((0, 4), (10, 4)))
+    lookup = cache.lookup(req, num_computed_tokens=0)
+    rows = [rows_of("a", 4), rows_of("b", 4)]
+    step = "numel" if moment.startswith("before") else "clone"
+    original = getattr(torch.Tensor, step)
+
+    def interrupted(tensor: torch.Tensor, *args: Any, **named: Any) -> Any:
+        other = threading.Thread(target=cache.finish, args=(req,))
+        other.start()
+        other.join()
+        return original(tensor, *args, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, step, interrupted)
+        cache.insert(lookup, rows)
+    stats = cache.stats()
+    assert (stats.entries, stats.used_bytes, stats.pinned_bytes) == (0, 0, 0)
+    assert cache._store.nbytes == 0  # nothing that no plan names any more
+    assert cache.lookup(req, num_computed_tokens=0).missing == (0, 1)

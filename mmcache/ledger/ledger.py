@@ -212,7 +212,7 @@ class EncoderLedger:
         """
         with self._lock:
             for index, nbytes in sizes.items():
-                entry = ticket.entries[index]
+                entry = ticket.entries.get(index)
                 if entry is not None and entry.owner is ticket:
                     self._table.size(entry, nbytes, may_evict=True)
             return self._take_drops()
@@ -226,13 +226,13 @@ class EncoderLedger:
             seconds: what encoding all of them took, if measured.
         """
         ticket = self._ticket(step)
-        rows = ticket.request._num_rows
-        total = sum(rows[index] for index in sizes) or 1
         with self._lock:
-            for index, nbytes in sizes.items():
-                entry = ticket.entries[index]
+            entries = {index: ticket.entries.get(index) for index in sizes}
+            total = sum(entry.num_rows for entry in entries.values() if entry is not None) or 1
+            for index, entry in entries.items():
                 if entry is not None and entry.owner is ticket and entry.state is RESERVED:
-                    self._table.publish(entry, nbytes, None if seconds is None else seconds * rows[index] / total)
+                    cost = None if seconds is None else seconds * entry.num_rows / total
+                    self._table.publish(entry, sizes[index], cost)
         self._wake()
 
     # -- loads from tiers ----------------------------------------------------------------------------------------------
@@ -270,7 +270,10 @@ class EncoderLedger:
         Returns:
             Whether it was open.
         """
-        ticket = step if isinstance(step, Ticket) else self._plans.get(step.plan_id)
+        if isinstance(step, Ticket):
+            ticket: Ticket | None = step
+        else:  # plans of a ledger before this one have numbers, too
+            ticket = self._plans.get(step.plan_id) if step.ledger_id == self.ledger_id else None
         if ticket is None:
             return False
         with self._lock:
@@ -315,12 +318,13 @@ class EncoderLedger:
                     else:
                         self._unhold(session, entry)
 
-    def finish(self, request_id: str) -> list[Ticket]:
-        """The request is done, aborted or gone: its lookups end and its pins go. Idempotent.
+    def finish(self, request: MultimodalRequest | str) -> list[Ticket]:
+        """The request, or the one of that id, is done, aborted or gone: its lookups end and its pins go. Idempotent.
 
         Returns:
             The lookups that were still open.
         """
+        request_id = request if isinstance(request, str) else request.request_id
         with self._lock:
             if self._line.positions:
                 self._line.withdraw(request_id)
@@ -358,8 +362,9 @@ class EncoderLedger:
             self._line.announce(request.request_id, contents)
         return needed
 
-    def withdraw(self, request_id: str) -> None:
-        """The request no longer waits. Idempotent."""
+    def withdraw(self, request: MultimodalRequest | str) -> None:
+        """The request, or the one of that id, no longer waits. Idempotent."""
+        request_id = request if isinstance(request, str) else request.request_id
         with self._lock:
             self._line.withdraw(request_id)
 
