@@ -73,9 +73,7 @@ class Namespace:
             )
 
 
-def namespace_fingerprint(
-    namespace: str | Namespace, *, salt: str | None = None, adapter: str | None = None
-) -> str:
+def namespace_fingerprint(namespace: str | Namespace, *, salt: str | None = None, adapter: str | None = None) -> str:
     """The fingerprint of a namespace under a request's salt and adapter: 64 hexadecimal digits.
 
     Args:
@@ -113,7 +111,7 @@ def _fingerprint(namespace: str | Namespace, salt: str | None, adapter: str | No
 
 
 def require_trusted_digests(namespace: str | Namespace, *, store: str) -> None:
-    """Refuse a namespace whose identifiers could be made to collide, for a store that is shared beyond one trust domain.
+    """Refuse a namespace whose identifiers can be made to collide, for a store shared beyond one trust domain.
 
     Args:
         namespace: the namespace that is to use the store. A plain name declares no digest scheme and is refused.
@@ -125,8 +123,8 @@ def require_trusted_digests(namespace: str | Namespace, *, store: str) -> None:
     scheme = namespace.digest_scheme if isinstance(namespace, Namespace) else None
     if scheme not in _COLLISION_RESISTANT:
         raise ConfigError(
-            f"{store} is shared: whoever may write to it could plant an embedding under a colliding identifier. Declare "
-            "a collision-resistant digest_scheme, or pass one_trust_domain=True if all its clients trust each other",
+            f"{store} is shared: whoever may write to it could plant an embedding under a colliding identifier. "
+            "Declare a collision-resistant digest_scheme, or one_trust_domain=True if all clients trust each other",
             field="namespace",
             found=repr(scheme),
             expected="one of " + ", ".join(sorted(_COLLISION_RESISTANT)),

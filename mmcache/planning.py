@@ -6,6 +6,7 @@ at: a plan for n covered items and k needed ones costs O(log n + k).
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -257,7 +258,18 @@ def check_window(
     return end, needed_from
 
 
+def as_int(value: object) -> object:
+    """The value as an int where it is an integer of another kind (numpy's); else as it is."""
+    if type(value) is int or isinstance(value, bool) or not hasattr(value, "__index__"):
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return value
+
+
 def _check_bound(request: MultimodalRequest, name: str, value: object, most: int | None) -> int:
+    value = as_int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0 or (most is not None and value > most):
         raise WindowError(
             f"{name} is out of range",

@@ -533,6 +533,18 @@ def test_invalidating_one_content_leaves_the_others(make: Any) -> None:
     assert step(cache, one_image("r4", "b")) == []
 
 
+# -- counters --------------------------------------------------
+
+
+def test_what_a_lookup_encoded_counts_as_transferred() -> None:
+    cache = MultimodalCache(CacheConfig(capacity_bytes=1 << 20))
+    step(cache, request("r1", 40, images((0, 4), (10, 4), (20, 4), ids="aba")))
+    step(cache, request("r2", 40, images((0, 4), (10, 4), ids="ac")))
+    stats = cache.stats()
+    assert (stats.items["missing"], stats.items["stored"]) == (4, 1)
+    assert (stats.bytes["transfer"], stats.bytes["stored"]) == (3 * 32, 2 * 32)
+
+
 # -- bad input --------------------------------------------------
 
 

@@ -160,6 +160,22 @@ def test_a_buffer_is_copied_so_that_its_owner_may_reuse_it() -> None:
     assert req.token_ids.tolist() == [1, 2]
 
 
+def test_items_may_come_from_an_iterator() -> None:
+    req = MultimodalRequest("r", range(20), iter(images((0, 4), (5, 4))))  # type: ignore[arg-type]
+    req.extend(range(10), (item for item in images((21, 4), ids="z")))  # type: ignore[arg-type]
+    assert [item.identifier for item in req.items] == ["a", "b", "z"]
+    with pytest.raises(RequestError, match="'r'"):
+        MultimodalRequest("r", range(20), images((0, 4))[0])  # type: ignore[arg-type]
+
+
+def test_windows_may_be_numpy_integers() -> None:
+    cache = MultimodalCache(CacheConfig(capacity_bytes=1 << 20))
+    req = request("r", 20, images((2, 4)))
+    window = cache.lookup(req, num_computed_tokens=np.int64(3), num_scheduled_tokens=np.int32(9)).window  # type: ignore[arg-type]
+    assert window == (3, 12)
+    cache.commit(req, np.int64(20))  # type: ignore[arg-type]
+
+
 def test_a_view_of_the_tokens_outlives_extensions() -> None:
     req = MultimodalRequest("r", [1, 2])
     view = req.token_ids

@@ -18,7 +18,7 @@ from mmcache.errors import ConfigError, EmbeddingError, RequestError
 from mmcache.items import MultimodalRequest
 from mmcache.ledger import EncoderLedger, Entry, Ticket
 from mmcache.namespaces import Namespace, namespace_fingerprint
-from mmcache.planning import check_window
+from mmcache.planning import as_int, check_window
 from mmcache.policies import make_policy
 from mmcache.prefix import PrefixIndex
 from mmcache.stats import CacheStats
@@ -119,7 +119,19 @@ class MultimodalCache:
             self._prefix_asked += request.num_tokens
             self._prefix_found += num_computed_tokens
         try:
-            end, needed_from = check_window(request, num_computed_tokens, num_scheduled_tokens, needed_from, lookahead)
+            if (
+                num_scheduled_tokens is None is needed_from
+                and not lookahead
+                and type(request) is MultimodalRequest
+                and type(num_computed_tokens) is int
+                and 0 <= num_computed_tokens <= request.num_tokens
+            ):  # the whole rest of the prompt: what most calls ask for
+                end, needed_from = request.num_tokens, num_computed_tokens
+            else:
+                num_computed_tokens = as_int(num_computed_tokens)  # type: ignore[assignment]
+                end, needed_from = check_window(
+                    request, num_computed_tokens, num_scheduled_tokens, needed_from, lookahead
+                )
             ticket = self._ledger.open(request, num_computed_tokens, end, needed_from, lookahead, match)
         except BaseException:
             if match is not None:
@@ -240,6 +252,7 @@ class MultimodalCache:
         Raises:
             WindowError: more tokens than the request has, or fewer than none.
         """
+        num_tokens = as_int(num_tokens)  # type: ignore[assignment]
         check_window(request, num_tokens, None, None, 0)
         self._ledger.commit(request, num_tokens)
         if self.prefix is not None:

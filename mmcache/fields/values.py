@@ -33,14 +33,23 @@ def as_value(raw: Any, name: str, keep_on_cpu: bool) -> FieldValue:
     if isinstance(raw, np.ndarray):
         return _from_numpy(raw, name)
     if isinstance(raw, (bool, int, float, complex, np.generic)):
-        return _from_numpy(np.asarray(raw), name) if isinstance(raw, np.generic) else torch.tensor(raw)
+        return _from_numpy(np.asarray(raw), name) if isinstance(raw, np.generic) else _from_numbers(raw, name)
     if isinstance(raw, (list, tuple)):
         if raw and all(isinstance(entry, (bool, int, float)) for entry in raw):
-            return torch.tensor(raw)
-        return [as_value(entry, name, keep_on_cpu) for entry in raw]
+            return _from_numbers(raw, name)
+        values = [as_value(entry, name, keep_on_cpu) for entry in raw]
+        # A list that is right already stays the same object: a shared one counts once for all who share it.
+        return raw if type(raw) is list and all(new is old for new, old in zip(values, raw)) else values
     raise FieldError(
         "a field holds tensors, arrays, numbers, or nested lists of these", field=name, found=type(raw).__name__
     )
+
+
+def _from_numbers(raw: Any, name: str) -> Tensor:
+    try:
+        return torch.tensor(raw)
+    except (ValueError, OverflowError, RuntimeError) as error:
+        raise FieldError("a field's numbers fit a tensor", field=name, found=str(error)) from None
 
 
 def _from_numpy(array: np.ndarray[Any, Any], name: str) -> Tensor:
@@ -50,7 +59,10 @@ def _from_numpy(array: np.ndarray[Any, Any], name: str) -> Tensor:
         array = array.astype(array.dtype.newbyteorder("="))
     if any(stride < 0 for stride in array.strides) or not array.flags.writeable:
         array = array.copy()
-    return torch.from_numpy(array)
+    try:
+        return torch.from_numpy(array)
+    except TypeError:
+        raise FieldError("a field's array has a dtype of torch's", field=name, found=f"dtype {array.dtype}") from None
 
 
 def describe(value: FieldValue) -> str:
@@ -69,4 +81,5 @@ def content_of(value: FieldValue, limit: int | None = 4096) -> Any:
         return tuple(content_of(entry, limit) for entry in value)
     if value.device.type != "cpu" or (limit is not None and value_bytes(value) > limit):
         return (value.dtype, tuple(value.shape), id(value))
-    return (value.dtype, tuple(value.shape), value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    flat = value.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
+    return (value.dtype, tuple(value.shape), flat.view(torch.uint8).numpy().tobytes())

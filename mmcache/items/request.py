@@ -130,6 +130,14 @@ class MultimodalRequest:
             RequestError, PlaceholderError: as the constructor.
         """
         new = _as_tokens(token_ids, self.request_id)
+        if not isinstance(items, (list, tuple)):
+            # Items are gone through more than once: an iterator would be empty the second time.
+            try:
+                items = list(items)
+            except TypeError:
+                raise RequestError(
+                    "items are a sequence of MultimodalItems", request_id=self.request_id, found=type(items).__name__
+                ) from None
         total = self.num_tokens + len(new)
         if items:
             self._check(items, total)
@@ -151,6 +159,7 @@ class MultimodalRequest:
         """
         done, values = self._metadata.get(field, (0, []))
         if done < len(self.items):
+            values = list(values)  # another thread may be reading, and an error below must leave things as they were
             for index in range(done, len(self.items)):
                 fields = self.items[index].fields
                 if fields is not None and field in fields:

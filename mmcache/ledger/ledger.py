@@ -233,6 +233,7 @@ class EncoderLedger:
                 if entry is not None and entry.owner is ticket and entry.state is RESERVED:
                     cost = None if seconds is None else seconds * entry.num_rows / total
                     self._table.publish(entry, sizes[index], cost)
+                    ticket.encoded = {*(ticket.encoded or ()), entry}
         self._wake()
 
     # -- loads from tiers ----------------------------------------------------------------------------------------------

@@ -150,6 +150,7 @@ class Ticket:
         unsettled: entries that this lookup owns or waits for, and uncached ones that it uses.
         pinned: entries that this lookup was the first of its request to pin.
         num_items: items of the request when the lookup was made.
+        encoded: entries that this lookup encoded.
         plan: its snapshot; made when it is asked for, or when something is about to change.
         arrived, mine: news for the next `poll`.
         match: the prefix match that the window began with, if the cache looked it up; released with the lookup.
@@ -161,6 +162,7 @@ class Ticket:
     unsettled: list[Entry] | None = None
     pinned: list[Entry] | None = None
     plan: StepPlan | None = None
+    encoded: set[Entry] | None = None
     arrived: list[Entry] | None = None
     mine: list[Entry] | None = None
     event: threading.Event | None = None

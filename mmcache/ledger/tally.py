@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from mmcache.ledger.records import READY, Entry, Ticket
-from mmcache.ledger.snapshots import bytes_of
-from mmcache.planning import ItemStatus, covered_beyond
+from mmcache.planning import ItemStatus, count_bytes, covered_beyond
 
 __all__ = ["Tally"]
 
@@ -13,7 +12,10 @@ _REASONS = ("covered", "stored", "in_flight", "transfer", "later", "kept_on_cpu"
 
 
 class Tally:
-    """Items by status, and bytes of their fields by what became of them, as things stood at each lookup's end."""
+    """Items by status, and bytes of their fields by what became of them, as things stood at each lookup's end.
+
+    What a lookup encoded counts as missing and as transferred.
+    """
 
     __slots__ = ("_bytes", "_items")
 
@@ -44,13 +46,14 @@ class Tally:
             sums[4] += until[ticket.num_items] - until[later]
         if not entries:
             return
+        encoded = ticket.encoded
         seen: set[Entry] | None = None
         for index, entry in entries.items():
             size = until[index + 1] - until[index]
-            if entry is None or entry.state is READY:
+            if entry is None or (entry.state is READY and not (encoded and entry in encoded)):
                 items[1] += 1
                 sums[1] += size
-            elif entry.owner is not ticket:
+            elif entry.owner is not ticket and entry.state is not READY:
                 items[2] += 1
                 sums[2] += size
             else:
@@ -66,12 +69,21 @@ class Tally:
 
     def _add_uncommon(self, ticket: Ticket) -> None:
         """Shared fields, items without rows, and gaps between the needed ones need the whole account."""
-        for entry in ticket.entries.values():
-            self._items[_STATUSES.index(ticket.status_of(entry))] += 1
+        encoded: set[Entry] = ticket.encoded or set()
+
+        def outcome(index: int) -> ItemStatus:
+            entry = ticket.entries[index]
+            return ItemStatus.MISSING if entry in encoded else ticket.status_of(entry)
+
+        for index in ticket.entries:
+            self._items[_STATUSES.index(outcome(index))] += 1
         beyond = covered_beyond(ticket.request, ticket.needed_from, ticket.first, ticket.later, ticket.entries)
         covered = ticket.first + len(beyond)
         self._items[0] += covered
         self._items[4] += ticket.num_items - covered - len(ticket.entries)
-        counted = bytes_of(ticket)
+        firsts = ticket.firsts_of(lambda entry: entry in encoded or ticket.status_of(entry) is ItemStatus.MISSING)
+        counted = count_bytes(
+            ticket.request, ticket.needed_from, ticket.first, ticket.later, ticket.entries, outcome, firsts
+        )
         for place, name in enumerate(_REASONS):
             self._bytes[place] += getattr(counted, name)
