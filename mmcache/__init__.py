@@ -3,7 +3,7 @@
 For every image, video and audio clip of a request it says which tensors the model still needs, and where; see
 `MultimodalCache`. The rooms of the package, from the bottom: `errors`, `fields`, `testing`; `items`, `hashing`,
 `policies`, `namespaces`, `stats`; `planning`, `prefix`, `features`, `tiers`, `models`; `ledger`, `store`, `transfer`,
-`merge`; `cache`, `ipc`; `engines`, `audit`; `replay`, `metrics`, `cli`. A room imports from those below it or beside it.
+`merge`; `cache`, `ipc`; `engines`, `audit`; `replay`, `metrics`, `cli`. Rooms import downwards or sideways only.
 """
 
 from mmcache.cache import CacheConfig, CacheEvent, Lookup, MultimodalCache
