@@ -9,6 +9,7 @@ known ──► what was learned of the tiers, no I/O
 from __future__ import annotations
 
 import hashlib
+import atexit
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -85,6 +86,8 @@ class TieredStore:
         self._timers = Timers("mmcache-tiers-timers")
         self._lanes = [self._lane(tier, deadline, write_behind_bytes) for tier in tiers]
         self._closed = False
+        # Threads that are in torch's code when the interpreter ends would abort the process.
+        atexit.register(self.close)
 
     def key(self, identifier: str, *, salt: str | None = None, adapter: str | None = None) -> Key:
         """The key of a content identifier under this store's namespace and a request's salt and adapter.
@@ -206,6 +209,7 @@ class TieredStore:
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self.close)
         end = time.monotonic() + timeout
         self.flush(timeout)
         for lane in self._lanes:
