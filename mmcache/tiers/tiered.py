@@ -8,8 +8,8 @@ known ──► what was learned of the tiers, no I/O
 
 from __future__ import annotations
 
-import hashlib
 import atexit
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
