@@ -138,6 +138,10 @@ class StepPlan:
         items: the needed items in order: those with rows in window or look-ahead that are not covered.
         drop: handles that a worker drops before it runs this step.
         bytes: what becomes of all bytes of the request.
+        first: items before this index are covered.
+        covered: the covered items from `first` on.
+        schemas: the distinct lists of (field, keep_on_cpu) of the request's items.
+        schema_of: which of the schemas each item has.
     """
 
     ledger_id: str
@@ -151,10 +155,10 @@ class StepPlan:
     items: tuple[PlannedItem, ...]
     drop: tuple[int, ...]
     bytes: PlanBytes
-    _first: int
-    _covered: frozenset[int]
-    _schemas: tuple[tuple[tuple[str, bool], ...], ...]
-    _schema_of: tuple[int, ...]
+    first: int
+    covered: frozenset[int]
+    schemas: tuple[tuple[tuple[str, bool], ...], ...]
+    schema_of: tuple[int, ...]
 
     @property
     def num_computed_tokens(self) -> int:
@@ -191,7 +195,7 @@ class StepPlan:
         for item in self.items:
             if item.index == index:
                 return item.status
-        return ItemStatus.COVERED if index < self._first or index in self._covered else ItemStatus.LATER
+        return ItemStatus.COVERED if index < self.first or index in self.covered else ItemStatus.LATER
 
     def action(self, index: int, field: str) -> FieldAction:
         """What becomes of the item's field.
@@ -201,7 +205,7 @@ class StepPlan:
             FieldError: the item has no such field.
         """
         status = self.status(index)
-        for name, keep_on_cpu in self._schemas[self._schema_of[index]]:
+        for name, keep_on_cpu in self.schemas[self.schema_of[index]]:
             if name == field:
                 first = status is ItemStatus.MISSING and index in self.missing
                 return action_of(status, keep_on_cpu, first)

@@ -56,8 +56,8 @@ def plan_of(ledger: _Decider, ticket: Ticket, drop: tuple[int, ...] = ()) -> Ste
         ),
         drop=drop,
         bytes=bytes_of(ticket),
-        _first=ticket.first,
-        _covered=frozenset(covered_beyond(request, ticket.needed_from, ticket.first, ticket.later, ticket.entries)),
-        _schemas=tuple(schemas),
-        _schema_of=tuple(schema_of),
+        first=ticket.first,
+        covered=frozenset(covered_beyond(request, ticket.needed_from, ticket.first, ticket.later, ticket.entries)),
+        schemas=tuple(schemas),
+        schema_of=tuple(schema_of),
     )
