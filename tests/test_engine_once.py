@@ -7,15 +7,17 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
 
+import numpy as np
 import torch
 from tiny_models import FAMILY_NAMES, adapter_of, assert_equal_to_plain, conversation, medium, photo, sound
 
 from mmcache.cache import CacheConfig, MultimodalCache
 from mmcache.engines.chat import Frames, Message, Photo, media_of
 from mmcache.engines.transformers import Engine, default_engine, processor_settings, tiny_adapter
-from mmcache.errors import ConfigError, MediaError
+from mmcache.errors import ConfigError, MediaError, UnhashableContentError
 from mmcache.features import FeatureCache
 from mmcache.fields import value_bytes
+from mmcache.hashing import ContentHasher
 from mmcache.replay.chat import DEMO_TRACE, read_chat
 
 pytestmark = pytest.mark.engine
@@ -185,7 +187,14 @@ def test_settings_given_with_their_defaults_equal_settings_left_out() -> None:
     settings = processor_settings(processor)
     assert processor_settings(processor, {"patch_size": 14, "do_resize": None}) == settings
     assert processor_settings(processor, {"patch_size": 16}) != settings
+    assert processor_settings(processor, {"resample": 3, "rescale_factor": np.float64(1 / 255)}) == settings
     assert "mel_filters" not in processor_settings(adapter_of("qwen2_audio").processor)
+
+
+def test_settings_without_an_identity_are_refused_and_not_told_apart_by_their_addresses() -> None:
+    settings = processor_settings(adapter_of("llava").processor, {"callback": object()})
+    with pytest.raises(UnhashableContentError, match="callback"):
+        ContentHasher().digest(settings=settings)
 
 
 def test_media_that_a_model_does_not_take_are_refused_before_anything_happens() -> None:

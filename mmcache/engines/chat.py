@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import io
 import wave
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from mmcache.errors import ConfigError, MediaError
+from mmcache.errors import MediaError
+from mmcache.hashing import AudioSource, ImageSource, Samples
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -24,16 +26,11 @@ __all__ = ["Audio", "Frames", "Media", "Message", "Photo", "decode_audio", "deco
 
 @dataclass(frozen=True, slots=True)
 class Photo:
-    """One encoded image file. `source` says where it came from and serves error messages only, no identity."""
+    """One encoded image file. `source` says where it came from; it serves error messages and is no part of a digest."""
 
     data: bytes
     source: str = field(default="image", metadata={"content": False})
     modality: ClassVar[str] = "image"
-
-    @property
-    def content(self) -> tuple[bytes]:
-        """All that decides what it shows."""
-        return (self.data,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +42,6 @@ class Frames:
     source: str = field(default="video", metadata={"content": False})
     modality: ClassVar[str] = "video"
 
-    @property
-    def content(self) -> tuple[tuple[bytes, ...], float]:
-        """All that decides what it shows."""
-        return (self.frames, self.fps)
-
 
 @dataclass(frozen=True, slots=True)
 class Audio:
@@ -58,11 +50,6 @@ class Audio:
     data: bytes
     source: str = field(default="audio", metadata={"content": False})
     modality: ClassVar[str] = "audio"
-
-    @property
-    def content(self) -> tuple[bytes]:
-        """All that decides how it sounds."""
-        return (self.data,)
 
 
 Media = Photo | Frames | Audio
@@ -82,64 +69,42 @@ def media_of(messages: Sequence[Message]) -> list[Media]:
 
 
 def decode_image(data: bytes, source: str = "image") -> Image.Image:
-    """Decode an image file to RGB: orientation applied, transparency flattened onto white.
+    """Decode an image file to RGB, as `ImageSource` does: orientation applied, transparency flattened onto white.
 
     Raises:
         MediaError: the bytes are no complete image that Pillow reads.
         ConfigError: Pillow is not installed.
     """
-    try:
-        from PIL import Image, ImageOps
-    except ImportError as error:
-        raise ConfigError("decoding images needs Pillow: pip install mmcache[images]") from error
-    try:
-        with Image.open(io.BytesIO(data)) as opened:
-            opened.load()
-            image = ImageOps.exif_transpose(opened)
-            if image.has_transparency_data:
-                canvas = Image.new("RGBA", image.size, (255, 255, 255, 255))
-                canvas.alpha_composite(image.convert("RGBA"))
-                image = canvas
-            return image.convert("RGB")
-    except (OSError, SyntaxError, ValueError, EOFError, Image.DecompressionBombError) as error:
-        raise MediaError(f"{source} cannot be decoded as an image: {error}", found=f"{len(data)} bytes") from error
+    with _naming(source):
+        return ImageSource(data).decode()
 
 
-def decode_audio(data: bytes, source: str = "audio") -> tuple[np.ndarray[Any, np.dtype[np.float32]], int]:
-    """Decode a PCM WAV file.
+def decode_audio(data: bytes, source: str = "audio") -> tuple[Samples, int]:
+    """Decode a PCM WAV file, as `AudioSource` does.
 
     Returns:
         Mono samples as float32 in [-1, 1] of shape `[n]` (channels are averaged), and the sampling rate in hertz.
 
     Raises:
-        MediaError: the bytes are no WAV file of 8, 16 or 32 bit integers, or its data ends early.
+        MediaError: the bytes are no WAV file of integers, its data ends early, or it holds no samples.
     """
+    with _naming(source):
+        samples, rate = AudioSource(data).decode()
+        if not samples.size:
+            raise MediaError("the WAV file holds no samples", found=f"{len(data)} bytes")
+        return samples, rate
+
+
+@contextmanager
+def _naming(source: str) -> Iterator[None]:
+    """Say in errors which medium of a chat cannot be decoded."""
     try:
-        with wave.open(io.BytesIO(data)) as file:
-            width, channels, rate, announced = (
-                file.getsampwidth(),
-                file.getnchannels(),
-                file.getframerate(),
-                file.getnframes(),
-            )
-            raw = file.readframes(announced)
-    except (wave.Error, EOFError) as error:
-        raise MediaError(f"{source} cannot be decoded as WAV: {error}", found=f"{len(data)} bytes") from error
-    if width not in (1, 2, 4):
-        raise MediaError(f"{source} has samples of {8 * width} bits", expected="8, 16 or 32 bits")
-    if len(raw) != announced * width * channels:
-        raise MediaError(
-            f"{source} ends early", found=f"{len(raw)} bytes", expected=f"{announced * width * channels} bytes"
-        )
-    if announced == 0:
-        raise MediaError(f"{source} holds no samples")
-    kinds: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<i2"), 4: np.dtype("<i4")}
-    samples = np.frombuffer(raw, dtype=kinds[width]).astype(np.float64)
-    samples = (samples - 128.0) / 128.0 if width == 1 else samples / float(1 << (8 * width - 1))
-    return samples.reshape(-1, channels).mean(axis=1).astype(np.float32), rate
+        yield
+    except MediaError as error:
+        raise MediaError(f"{source}: {error.message}", found=error.found, expected=error.expected) from error
 
 
-def encode_wav(samples: np.ndarray[Any, np.dtype[np.float32]], rate: int) -> bytes:
+def encode_wav(samples: Samples, rate: int) -> bytes:
     """Mono float samples of shape `[n]` in [-1, 1] as a 16 bit PCM WAV file of `rate` hertz."""
     buffer = io.BytesIO()
     with wave.open(buffer, "wb") as file:

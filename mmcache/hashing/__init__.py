@@ -7,6 +7,7 @@ from mmcache.hashing.audio_source import AudioSource
 from mmcache.hashing.compare import same_content
 from mmcache.hashing.hasher import ContentHasher
 from mmcache.hashing.image_source import ImageSource
+from mmcache.hashing.media import Samples
 from mmcache.hashing.pool import HashPool
 from mmcache.hashing.protocol import Hasher
 from mmcache.hashing.source import Source
@@ -18,6 +19,7 @@ __all__ = [
     "HashPool",
     "Hasher",
     "ImageSource",
+    "Samples",
     "Source",
     "VideoSource",
     "same_content",

@@ -73,14 +73,18 @@ def _plain(value: object) -> object:
         return {str(name): _plain(part) for name, part in value.items() if part is not None}
     if isinstance(value, (list, tuple)):
         return [_plain(part) for part in value]
-    if isinstance(value, bool) or value is None or isinstance(value, (str, float)):
+    if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, int):
-        # Enumerations of resampling filters equal their numbers.
-        return int(value)
-    # transformers' own size type: behaves like a mapping without being one.
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            # Members of enumerations, of resampling filters say, equal their values; so do numpy's own numbers.
+            return kind.__str__(value) if kind is str else kind(value)
+    if isinstance(value, torch.dtype):
+        return str(value)
+    # transformers' own size type behaves like a mapping without being one. Whatever else there is stays as it is: who
+    # digests it refuses what has no identity.
     keys = getattr(value, "keys", None)
-    return _plain({key: value[key] for key in keys()}) if keys is not None else str(value)  # type: ignore[index]
+    return value if keys is None else _plain({key: value[key] for key in keys()})  # type: ignore[index]
 
 
 @dataclass(frozen=True, slots=True)

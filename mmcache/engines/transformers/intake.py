@@ -43,7 +43,7 @@ class Intake:
 
     def identifier(self, media: Media) -> str:
         """Content digest of a medium: of its encoded bytes and of the settings it is processed with."""
-        return self.hasher.digest(media.modality, *media.content, settings=self._settings)
+        return self.hasher.digest(media, settings=self._settings)
 
     def request(
         self, messages: Sequence[Message], *, request_id: str, cache_salt: str | None, generation: Generation
