@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
+from audit_subjects import rows, subject
 from PIL import Image
 from torch import Tensor
 
-from mmcache.audit import load_subject
 from mmcache.audit.tiny import TINY
 from mmcache.fields import join_fields, split_fields
 from mmcache.models import field_configs
@@ -27,18 +27,6 @@ NO_ROWS = {"phi4_multimodal"}
 BATCH_RELATIVE = {"molmo2": {"image": "image_token_pooling", "video": "video_token_pooling"}}
 
 
-def rows(output: Any) -> Iterator[Tensor]:
-    """All rows of what an encoder returned, in order, with DeepStack levels behind them."""
-    if isinstance(output, Tensor):
-        yield output.reshape(-1, output.shape[-1])
-    elif isinstance(output, (list, tuple)) and not hasattr(output, "pooler_output"):
-        for part in output:
-            yield from rows(part)
-    elif isinstance(output, Mapping) or hasattr(output, "pooler_output"):
-        pooled = getattr(output, "pooler_output", None)
-        yield from rows(output.last_hidden_state if pooled is None else pooled)
-
-
 def same(found: Any, expected: Any) -> bool:
     if isinstance(expected, list):
         return len(found) == len(expected) and all(map(same, found, expected))
@@ -47,27 +35,27 @@ def same(found: Any, expected: Any) -> bool:
 
 @pytest.mark.parametrize("model_type", TINY)
 def test_a_batch_falls_apart_and_joins_again(model_type: str) -> None:
-    subject = load_subject(model_type)
-    items = split_fields(subject.batch, subject.configs)
+    tried = subject(model_type)
+    items = split_fields(tried.batch, tried.configs)
     assert {len(parts) for parts in items.values()} == {2}
     joined = join_fields([item for parts in items.values() for item in parts])
-    assert set(joined) == set(subject.configs)
-    assert all(same(joined[name], torch.as_tensor(subject.batch[name])) for name in joined)
+    assert set(joined) == set(tried.configs)
+    assert all(same(joined[name], torch.as_tensor(tried.batch[name])) for name in joined)
 
 
 @pytest.mark.parametrize("model_type", [name for name in TINY if name not in NO_ROWS])
 def test_an_item_gives_alone_the_rows_that_it_gives_in_its_batch(model_type: str) -> None:
-    subject = load_subject(model_type)
-    for modality, items in split_fields(subject.batch, subject.configs).items():
+    tried = subject(model_type)
+    for modality, items in split_fields(tried.batch, tried.configs).items():
         with torch.no_grad():
-            together = torch.cat(list(rows(subject.encoder(**join_fields(items)))))
+            together = torch.cat(list(rows(tried.encoder(**join_fields(items)))))
             alone = []
             for item in items:
                 fields = dict(join_fields([item]))
                 relative = BATCH_RELATIVE.get(model_type, {}).get(modality)
                 if relative is not None and item is not items[0]:
                     fields[relative] = torch.as_tensor(fields[relative]) - first_patch(items[0], modality)
-                alone += rows(subject.encoder(**fields))
+                alone += rows(tried.encoder(**fields))
         assert len(together) == sum(map(len, alone)) > 0
         torch.testing.assert_close(torch.cat(alone), together, rtol=1e-4, atol=1e-4)
 
@@ -79,11 +67,11 @@ def first_patch(previous: Mapping[str, Any], modality: str) -> int:
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "idefics3", "minicpmv4_6"])
 def test_rows_of_swapped_items_are_told_apart(model_type: str) -> None:
-    subject = load_subject(model_type)
-    items = split_fields(subject.batch, subject.configs)["image"]
+    tried = subject(model_type)
+    items = split_fields(tried.batch, tried.configs)["image"]
     with torch.no_grad():
-        there = torch.cat(list(rows(subject.encoder(**join_fields(items)))))
-        back = torch.cat(list(rows(subject.encoder(**join_fields(items[::-1])))))
+        there = torch.cat(list(rows(tried.encoder(**join_fields(items)))))
+        back = torch.cat(list(rows(tried.encoder(**join_fields(items[::-1])))))
     assert there.shape == back.shape
     assert not torch.allclose(there, back, rtol=1e-2, atol=1e-2)
 

@@ -60,10 +60,10 @@ class Subject:
         if rope is None or "input_ids" not in text:
             return None
         given = {**text, **fields}
-        if self.model_type in _ROPE_NAMES:
-            given.update(_ROPE_NAMES[self.model_type](fields))
         names = inspect.signature(rope).parameters
-        return rope(**{name: value for name, value in given.items() if name in names})
+        prompts = _PROMPTS[self.model_type](given) if self.model_type in _PROMPTS else [{}]
+        calls = [{**given, **prompt} for prompt in prompts]
+        return [rope(**{name: value for name, value in call.items() if name in names}) for call in calls]
 
     def lengths(self, **fields: Any) -> Any:
         """Count what each item owns and how many rows it makes, as whoever cuts the batch into items does."""
@@ -217,13 +217,15 @@ _ENCODERS: dict[str, Callable[[Any, Mapping[str, Any]], Any]] = {
 }
 
 
-def _omni_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "audio_seqlens": fields["audio_feature_lengths"],
-        "second_per_grids": fields["video_second_per_grid"],
-        "use_audio_in_video": False,
-    }
+def _omni_prompts(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A prompt in which videos and their sound lie apart, and one in which they are interleaved."""
+    named = {"audio_seqlens": given["audio_feature_lengths"], "second_per_grids": given["video_second_per_grid"]}
+    apart, interleaved = (
+        {**named, "input_ids": ids[None], "attention_mask": mask[None]}
+        for ids, mask in zip(given["input_ids"], given["attention_mask"])
+    )
+    return [{**apart, "use_audio_in_video": False}, {**interleaved, "use_audio_in_video": given["use_audio_in_video"]}]
 
 
-# Arguments of `get_rope_index` that are not named like the fields they are made of.
-_ROPE_NAMES: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {"qwen2_5_omni_thinker": _omni_rope}
+# Prompts of which `get_rope_index` makes positions, with those of its arguments that are not named like fields.
+_PROMPTS: dict[str, Callable[[Mapping[str, Any]], list[dict[str, Any]]]] = {"qwen2_5_omni_thinker": _omni_prompts}

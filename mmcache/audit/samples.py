@@ -5,6 +5,7 @@ Sizes follow from the model's config, values are noise. Videos are made by hand,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -211,28 +212,43 @@ def _moss(config: Any) -> Batch:
 
 def _omni(config: Any) -> Batch:
     features, mask = _spectra(config.audio_config.num_mel_bins, 32, (32, 20))
-    seen = _grids(config)
-    # An image, a clip of sound, a video, and the rest: modalities take turns.
-    rows = {name: (seen[name].prod(-1) // 4).tolist() for name in ("image_grid_thw", "video_grid_thw")}
-    heard = (((mask.sum(-1) - 1) // 2 + 1 - 2) // 2 + 1).tolist()
-    ids = [1]
-    for item in range(2):
-        for start, token, count, end in (
-            (config.vision_start_token_id, config.image_token_id, rows["image_grid_thw"][item], 6),
-            (config.audio_start_token_id, config.audio_token_id, heard[item], config.audio_end_token_id),
-            (config.vision_start_token_id, config.video_token_id, rows["video_grid_thw"][item], 6),
-        ):
-            ids += [start, *[token] * count, end, 1]
+    seen, seconds = _grids(config), torch.tensor([2.0, 1.0])
     del seen["mm_token_type_ids"]
+    images, clips = seen["image_grid_thw"].tolist(), seen["video_grid_thw"].tolist()
+    heard = (((mask.sum(-1) - 1) // 2 + 1 - 2) // 2 + 1).tolist()
+    start, end = config.vision_start_token_id, config.vision_end_token_id
+    listen, stop = config.audio_start_token_id, config.audio_end_token_id
+    # Modalities take turns: an image, a clip of sound, a video; or an image, and a video with its sound inside.
+    apart, interleaved = [1], [1]
+    for (_, height, width), clip, second, sound in zip(images, clips, seconds.tolist(), heard):
+        picture = [start, *[config.image_token_id] * (height * width // 4), end, 1]
+        film = [config.video_token_id] * (math.prod(clip) // 4)
+        apart += [*picture, listen, *[config.audio_token_id] * sound, stop, 1, start, *film, end, 1]
+        interleaved += [*picture, start, listen, *_chunks(config, clip, second, sound), stop, end, 1]
+    interleaved += [0] * (len(apart) - len(interleaved))
+    ids = torch.tensor([apart, interleaved])
     return {
         **seen,
-        "input_ids": torch.tensor([ids]),
-        "attention_mask": torch.ones(1, len(ids), dtype=torch.int64),
+        "input_ids": ids,
+        "attention_mask": (ids > 0).long(),
         "input_features": features,
         "feature_attention_mask": mask,
         "audio_feature_lengths": mask.sum(-1),
-        "video_second_per_grid": torch.tensor([1.0, 0.5]),
+        "video_second_per_grid": seconds,
+        "use_audio_in_video": torch.tensor(True),
     }
+
+
+def _chunks(config: Any, clip: Sequence[int], seconds: float, sound: int) -> list[int]:
+    """Tokens of a video and its sound as the processor lays them out: by chunks of time, what is seen first."""
+    length = int(config.position_id_per_seconds * config.seconds_per_chunk)
+    frames, rows = clip[0], clip[1] * clip[2] // 4
+    seen = [int(frame * seconds * config.position_id_per_seconds) // length for frame in range(frames)]
+    heard = [position // length for position in range(sound)]
+    ids = []
+    for chunk in range(max(*seen, *heard) + 1):
+        ids += [config.video_token_id] * (rows * seen.count(chunk)) + [config.audio_token_id] * heard.count(chunk)
+    return ids
 
 
 def _phi4(config: Any) -> Batch:

@@ -20,10 +20,8 @@ from mmcache.models.sizes import columns, counts, entries, merged, products, sum
 
 __all__ = ["MIXED_FAMILIES"]
 
-_OMNI = (
-    B("second_per_grid_ts", "video", cpu=True),
-    S("use_audio_in_video", "video", cpu=True),
-)
+_SECONDS = B("second_per_grid_ts", "video", cpu=True)
+_SOUND_INSIDE = S("use_audio_in_video", "video", cpu=True)
 
 
 def _minicpm(sizes_on_cpu: bool, *, picture_sizes: bool, switch: bool) -> tuple[FieldEntry, ...]:
@@ -89,10 +87,12 @@ MIXED_FAMILIES: tuple[Family, ...] = (
                 B("feature_attention_mask", "audio"),
                 B("audio_feature_lengths", "audio", cpu=True),
                 B("video_second_per_grid", "video", cpu=True),
-                *declared(F("input_audio_features", "audio", counts("audio_feature_lengths"), dim=1), *_OMNI),
+                _SOUND_INSIDE,
+                *declared(F("input_audio_features", "audio", counts("audio_feature_lengths"), dim=1), _SECONDS),
             ),
-            (*PATCHES, *PACKED_AUDIO, *_OMNI),
-            note="the class takes `input_features` with a mask, on the device; the packed names are those of vLLM",
+            (*PATCHES, *PACKED_AUDIO, _SECONDS, _SOUND_INSIDE),
+            note="the class takes `input_features` with a mask, on the device; the packed names are those of vLLM;"
+            " audited with videos and their sound apart, and interleaved",
             vllm_note="the consumer copies `audio_feature_lengths` to the device: the tower places tensors by it",
         ),
     ),
