@@ -491,6 +491,16 @@ def test_containers_that_contain_themselves_are_refused():
     assert equal([shared, shared], [[1, 2], [1, 2]])
 
 
+def test_values_nested_too_deep_are_refused_wherever_they_stand():
+    chain, key = [], ()
+    for _ in range(5000):
+        chain, key = [chain], (key,)
+    for value in (chain, {"a": chain}, {key: 1}, Size(chain, 1)):
+        with pytest.raises(UnhashableContentError):
+            H.digest(value)
+    assert H.digest({(((1,),),): 1}) == H.digest({(((1,),),): 1})
+
+
 def test_two_keys_that_cannot_be_told_apart_are_refused():
     with pytest.raises(UnhashableContentError, match="one identity"):
         H.digest({float("nan"): 1, float("nan"): 2})

@@ -1,6 +1,8 @@
 """Hashing in threads, and giving it up."""
 
+import sys
 import threading
+import time
 from concurrent.futures import CancelledError
 
 import numpy as np
@@ -77,6 +79,80 @@ def test_a_large_buffer_is_given_up_between_its_pieces():
     assert ContentHasher().digest_until(lambda: False, (np.zeros(8 << 20),), {}) == ContentHasher().digest(
         np.zeros(8 << 20)
     )
+
+
+class Paused(ContentHasher):
+    """Stops in the middle of a content until it is told to go on."""
+
+    __slots__ = ("asked", "go_on", "halfway")
+
+    def __init__(self):
+        super().__init__()
+        self.asked, self.halfway, self.go_on = 0, threading.Event(), threading.Event()
+
+    def digest_until(self, stop, parts, named_parts):
+        def pause():
+            self.asked += 1
+            if self.asked == 4:
+                self.halfway.set()
+                assert self.go_on.wait(60)
+            return stop()
+
+        return super().digest_until(pause, parts, named_parts)
+
+
+@pytest.mark.parametrize("given_up", [True, False])
+def test_a_digest_is_given_up_in_the_middle_of_its_content(given_up):
+    hasher, content = Paused(), np.zeros(4 << 20)  # 32 MB: eight pieces
+    with HashPool(hasher, 1) as pool:
+        future = pool.submit(content)
+        assert hasher.halfway.wait(60)
+        assert not given_up or future.cancel()
+        hasher.go_on.set()
+        if given_up:
+            with pytest.raises(CancelledError):
+                future.result(60)
+            assert hasher.asked == 4, "what was left was not read"
+        else:
+            assert future.result(60) == ContentHasher().digest(content)
+            assert hasher.asked > 8
+
+
+class Holding(ContentHasher):
+    """Computes without ever letting go of the GIL, as a hash written in Python would."""
+
+    def digest_until(self, stop, parts, named_parts):
+        return str(sum(range(300_000)))
+
+
+def seen_running(hasher):
+    """Whether this thread gets to run while a digest is being computed in the pool.
+
+    No thread is made to let go of the GIL meanwhile, so that it can only be because the digest let go of it itself.
+    """
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)
+    try:
+        with HashPool(hasher, 1) as pool:
+            content = bytearray(16 << 20)
+            for _ in range(200 if type(hasher) is ContentHasher else 5):
+                future = pool.submit(content)
+                while not future.done():
+                    if future.running():
+                        return True
+                    time.sleep(0)
+        return False
+    finally:
+        sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("algorithm", ["xxh3_128", "blake3", "sha256"])
+def test_other_threads_run_while_a_digest_is_computed(algorithm):
+    assert seen_running(ContentHasher(algorithm))
+
+
+def test_a_hash_that_keeps_the_gil_would_be_noticed():
+    assert not seen_running(Holding())
 
 
 def test_a_pool_needs_a_worker_and_can_be_closed_twice():

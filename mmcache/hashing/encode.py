@@ -23,7 +23,7 @@ import torch
 from mmcache.fields import ItemFields
 from mmcache.hashing.arrays import Array, array_dtype, array_head, blocks, host_array, plain_array
 from mmcache.hashing.images import image_content, is_image
-from mmcache.hashing.message import Message, Unhashable, header
+from mmcache.hashing.message import DEEPEST, Message, Unhashable, header
 from mmcache.hashing.source import Source
 
 __all__ = ["encode"]
@@ -166,9 +166,9 @@ def _key(key: object, out: Message, step: Callable[[Any], str]) -> bytes:
     return bytes(written)
 
 
-def _is_key(key: object) -> bool:
+def _is_key(key: object, depth: int = 0) -> bool:
     if isinstance(key, tuple):
-        return all(map(_is_key, key))
+        return depth < DEEPEST and all(_is_key(part, depth + 1) for part in key)
     return key is None or type(key) in _KEYS or isinstance(key, enum.Enum)
 
 

@@ -7,9 +7,9 @@ from concurrent.futures import CancelledError
 
 from mmcache.hashing.protocol import Hasher
 
-__all__ = ["Message", "Unhashable", "header"]
+__all__ = ["DEEPEST", "Message", "Unhashable", "header"]
 
-_DEEPEST = 128
+DEEPEST = 128  # levels of containers
 _INLINE = 4096
 _FLUSH_ABOVE = 1 << 16
 _CHUNK = 4 << 20
@@ -52,8 +52,8 @@ class Message:
     def open(self) -> None:
         """Enter a container. Endless recursion ends here, as an error."""
         self.depth += 1
-        if self.depth > _DEEPEST:
-            raise Unhashable(f"nested more than {_DEEPEST} levels deep, or contains itself")
+        if self.depth > DEEPEST:
+            raise Unhashable(f"nested more than {DEEPEST} levels deep, or contains itself")
         if len(self.pending) > _FLUSH_ABOVE:
             self.flush()
 
