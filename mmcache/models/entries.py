@@ -20,6 +20,7 @@ __all__ = [
     "S",
     "Table",
     "declared",
+    "kept",
     "tables",
 ]
 
@@ -54,6 +55,11 @@ class FieldEntry:
 def B(name: str, modality: str, *, cpu: bool = False, moved: bool = False) -> FieldEntry:
     """A batched field."""
     return FieldEntry(name, modality, "batched", cpu, moved=moved)
+
+
+def kept(modality: str, *names: str) -> tuple[FieldEntry, ...]:
+    """Batched fields that stay on the CPU."""
+    return tuple(B(name, modality, cpu=True) for name in names)
 
 
 def F(name: str, modality: str, sizes: Sizes, dim: int = 0, *, cpu: bool = False, moved: bool = False) -> FieldEntry:

@@ -13,6 +13,7 @@ from mmcache.models.entries import (
     S,
     Table,
     declared,
+    kept,
     tables,
 )
 from mmcache.models.qwen import PATCHES, PATCHES_MOVED
@@ -57,17 +58,23 @@ _MINICPM_NOTE = "the tower reads the grids on the CPU and copies what it makes o
 _PHI4_VLLM = (
     B("image_pixel_values", "image"),
     B("image_attention_mask", "image"),
-    B("image_sizes", "image", cpu=True),
-    B("num_img_tokens", "image", cpu=True),
+    *kept("image", "image_sizes", "num_img_tokens"),
     B("audio_input_features", "audio"),
     B("audio_embed_sizes", "audio", cpu=True),
     B("audio_attention_mask", "audio"),
 )
 
 
-def _packed(*others: FieldEntry) -> tuple[FieldEntry, ...]:
+def _packed(version: str, vllm: tuple[FieldEntry, ...], vllm_note: str) -> Family:
+    """MiniCPM-V of a version that transformers has."""
     known = {entry.name for entry in _MINICPM_PACKED}
-    return (*_MINICPM_PACKED, *declared(*(entry for entry in others if entry.name not in known)))
+    fields = (*_MINICPM_PACKED, *declared(*(entry for entry in vllm if entry.name not in known)))
+    name = version.replace(".", "_")
+    return Family(
+        f"MiniCPM-V {version}",
+        (f"minicpmv{name}", *(f"MiniCPMV{name}{kind}" for kind in ("ForConditionalGeneration", "Model", ""))),
+        tables(fields, vllm, note=_MINICPM_NOTE, vllm_note=vllm_note),
+    )
 
 
 MIXED_FAMILIES: tuple[Family, ...] = (
@@ -102,13 +109,10 @@ MIXED_FAMILIES: tuple[Family, ...] = (
         tables(
             (
                 *PATCHES,
-                B("timestamps", "video", cpu=True),
-                B("second_per_grid_ts", "video", cpu=True),
-                B("video_start_times", "video", cpu=True),
+                *kept("video", "timestamps", "second_per_grid_ts", "video_start_times"),
                 B("audio_features", "audio"),
                 B("audio_token_lens", "audio", cpu=True),
-                B("video_audio_n_segs", "video", cpu=True),
-                B("video_audio_seg_lens", "video", cpu=True),
+                *kept("video", "video_audio_n_segs", "video_audio_seg_lens"),
                 B("va_audio_features", "va_audio"),
             ),
             why=NOT_IN_TRANSFORMERS,
@@ -120,14 +124,10 @@ MIXED_FAMILIES: tuple[Family, ...] = (
         tables(
             (
                 F("pixel_values_flat", "image", unless("imgs_sizes", counts("image_num_patches"))),
-                B("image_num_patches", "image", cpu=True),
-                B("num_tokens_per_image", "image", cpu=True),
-                B("imgs_sizes", "image", cpu=True),
+                *kept("image", "image_num_patches", "num_tokens_per_image", "imgs_sizes"),
                 B("image_embeds", "image"),
                 F("pixel_values_flat_video", "video", counts("video_num_patches")),
-                B("video_num_patches", "video", cpu=True),
-                B("frames_indices", "video", cpu=True),
-                B("frame_duration_ms", "video", cpu=True),
+                *kept("video", "video_num_patches", "frames_indices", "frame_duration_ms"),
                 F("input_audio_features", "audio", counts("audio_num_clips")),
                 F("feature_attention_mask", "audio", counts("audio_num_clips")),
                 B("audio_num_clips", "audio", cpu=True),
@@ -141,25 +141,15 @@ MIXED_FAMILIES: tuple[Family, ...] = (
         ("minicpmv", "MiniCPMV"),
         tables(_MINICPM, why=REMOTE_CODE),
     ),
-    Family(
-        "MiniCPM-V 4.6",
-        ("minicpmv4_6", "MiniCPMV4_6ForConditionalGeneration", "MiniCPMV4_6Model", "MiniCPMV4_6"),
-        tables(
-            _packed(*_minicpm(False, picture_sizes=False, switch=True)),
-            _minicpm(False, picture_sizes=False, switch=True),
-            note=_MINICPM_NOTE,
-            vllm_note="`tgt_sizes` and its twin were marked once and taken back: the resampler uses them on the device",
-        ),
+    _packed(
+        "4.6",
+        _minicpm(False, picture_sizes=False, switch=True),
+        "`tgt_sizes` and its twin were marked once and taken back: the resampler uses them on the device",
     ),
-    Family(
-        "MiniCPM-V 4.7",
-        ("minicpmv4_7", "MiniCPMV4_7ForConditionalGeneration", "MiniCPMV4_7Model", "MiniCPMV4_7"),
-        tables(
-            _packed(*_minicpm(True, picture_sizes=False, switch=True)),
-            _minicpm(True, picture_sizes=False, switch=True),
-            note=_MINICPM_NOTE,
-            vllm_note="positions need `tgt_sizes` and its twin after a prefix hit",
-        ),
+    _packed(
+        "4.7",
+        _minicpm(True, picture_sizes=False, switch=True),
+        "positions need `tgt_sizes` and its twin after a prefix hit",
     ),
     Family(
         "MiniCPM-O",
@@ -181,8 +171,7 @@ MIXED_FAMILIES: tuple[Family, ...] = (
             (
                 B("input_image_embeds", "image"),
                 B("image_attention_mask", "image"),
-                B("image_sizes", "image", cpu=True),
-                B("num_img_tokens", "image", cpu=True),
+                *kept("image", "image_sizes", "num_img_tokens"),
                 B("input_audio_embeds", "audio"),
             ),
             why=REMOTE_CODE,

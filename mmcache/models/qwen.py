@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mmcache.models.entries import NOT_IN_TRANSFORMERS, B, F, Family, FieldEntry, declared, tables
+from mmcache.models.entries import NOT_IN_TRANSFORMERS, B, F, Family, FieldEntry, declared, kept, tables
 from mmcache.models.sizes import counts, grouped, merged, merged_groups, products
 
 __all__ = ["PATCHES", "PATCHES_MOVED", "QWEN_FAMILIES"]
@@ -115,10 +115,7 @@ QWEN_FAMILIES = (
                 F("pixel_values_videos", "video", grouped("video_grid_thw", "video_num_frames")),
                 F("video_grid_thw", "video", counts("video_num_frames"), cpu=True),
                 F("patch_positions_videos", "video", grouped("video_grid_thw", "video_num_frames")),
-                B("video_num_frames", "video", cpu=True),
-                B("frame_timestamps", "video", cpu=True),
-                B("video_is_codec", "video", cpu=True),
-                B("codec_fps", "video", cpu=True),
+                *kept("video", "video_num_frames", "frame_timestamps", "video_is_codec", "codec_fps"),
             ),
             why=NOT_IN_TRANSFORMERS,
             note="`patch_positions` and its twin were marked once and taken back: the tower embeds them on the device",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mmcache.models.entries import REMOTE_CODE, B, F, Family, S, declared, tables
+from mmcache.models.entries import REMOTE_CODE, B, F, Family, S, declared, kept, tables
 from mmcache.models.sizes import counts, first, pairs, products, where
 
 __all__ = ["VISION_FAMILIES"]
@@ -31,9 +31,7 @@ _MOLMO2 = (
     F("image_token_pooling", "image", where("image_grids", pairs("image_grids"), counts("image_num_pooled_patches"))),
     B("image_num_crops", "image", cpu=True),
     *declared(
-        B("image_num_pooled_patches", "image", cpu=True),
-        B("image_num_patches", "image", cpu=True),
-        B("num_image_tokens", "image", cpu=True),
+        *kept("image", "image_num_pooled_patches", "image_num_patches", "num_image_tokens"),
         F("image_tokens", "image", counts("num_image_tokens")),
     ),
     F(
@@ -47,10 +45,7 @@ _MOLMO2 = (
         where("video_grids", products("video_grids"), counts("video_num_pooled_patches")),
     ),
     *declared(
-        B("video_num_crops", "video", cpu=True),
-        B("video_num_pooled_patches", "video", cpu=True),
-        B("video_num_patches", "video", cpu=True),
-        B("num_video_tokens", "video", cpu=True),
+        *kept("video", "video_num_crops", "video_num_pooled_patches", "video_num_patches", "num_video_tokens"),
         F("video_tokens", "video", counts("num_video_tokens")),
     ),
 )
@@ -142,8 +137,7 @@ VISION_FAMILIES = (
         tables(
             (
                 B("pixel_values_images", "image"),
-                B("image_sizes_images", "image", cpu=True),
-                B("vision_query_lengths_images", "image", cpu=True),
+                *kept("image", "image_sizes_images", "vision_query_lengths_images"),
                 B("pixel_values_videos", "video"),
                 B("vision_query_lengths_videos", "video", cpu=True),
             ),
