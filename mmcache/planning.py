@@ -6,13 +6,15 @@ at: a plan for n covered items and k needed ones costs O(log n + k).
 
 from __future__ import annotations
 
-import operator
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from operator import attrgetter
+from typing import Protocol
 
 from mmcache.errors import FieldError, RequestError, WindowError
+from mmcache.integers import as_int
 from mmcache.items import MultimodalRequest
 
 __all__ = [
@@ -21,11 +23,15 @@ __all__ = [
     "PlanBytes",
     "PlannedItem",
     "Progress",
+    "Span",
     "StepPlan",
     "action_of",
+    "check_index",
     "check_window",
     "count_bytes",
+    "covered_beyond",
     "needed_items",
+    "unneeded_status",
 ]
 
 
@@ -191,10 +197,10 @@ class StepPlan:
         Raises:
             RequestError: the request has no such item.
         """
-        check_index(self.request_id, index, self.num_items)
-        for item in self.items:
-            if item.index == index:
-                return item.status
+        index = check_index(self.request_id, index, self.num_items)
+        place = bisect_left(self.items, index, key=_index_of)
+        if place < len(self.items) and self.items[place].index == index:
+            return self.items[place].status
         return ItemStatus.COVERED if index < self.first or index in self.covered else ItemStatus.LATER
 
     def action(self, index: int, field: str) -> FieldAction:
@@ -212,15 +218,24 @@ class StepPlan:
         raise FieldError("the item has no such field", request_id=self.request_id, item=index, field=field)
 
 
-def check_index(request_id: str, index: int, num_items: int) -> None:
-    """Raise RequestError unless `index` is an item's."""
-    if type(index) is not int or not 0 <= index < num_items:
+_index_of = attrgetter("index")
+
+
+def check_index(request_id: str, index: object, num_items: int) -> int:
+    """The index of an item, as an int.
+
+    Raises:
+        RequestError: there is no such item.
+    """
+    number = as_int(index)
+    if number is None or not 0 <= number < num_items:
         raise RequestError(
             "the request has no such item",
             request_id=request_id,
             expected=f"0 <= index < {num_items}",
             found=repr(index),
         )
+    return number
 
 
 def action_of(status: ItemStatus, keep_on_cpu: bool, first_of_content: bool) -> FieldAction:
@@ -235,70 +250,61 @@ def action_of(status: ItemStatus, keep_on_cpu: bool, first_of_content: bool) -> 
 def check_window(
     request: MultimodalRequest,
     num_computed_tokens: int,
-    num_scheduled_tokens: int | None,
-    needed_from: int | None,
-    lookahead: int,
-) -> tuple[int, int]:
-    """The window's end and `needed_from`, resolved.
+    num_scheduled_tokens: int | None = None,
+    needed_from: int | None = None,
+    lookahead: int = 0,
+) -> tuple[int, int, int, int]:
+    """The window, resolved: (start, end, needed_from, lookahead).
 
     Raises:
+        RequestError: the request is none.
         WindowError: a bound is not an integer, or lies outside the request's tokens.
     """
-    if type(request) is not MultimodalRequest:
+    if not isinstance(request, MultimodalRequest):
         raise RequestError("a lookup is for a MultimodalRequest", found=type(request).__name__)
     length = request.num_tokens
-    if type(num_computed_tokens) is not int or not 0 <= num_computed_tokens <= length:
-        num_computed_tokens = _check_bound(request, "num_computed_tokens", num_computed_tokens, length)
+    start = _bound(request, "num_computed_tokens", num_computed_tokens, length)
     end = length
     if num_scheduled_tokens is not None:
-        num_scheduled_tokens = _check_bound(request, "num_scheduled_tokens", num_scheduled_tokens, None)
-        end = min(length, num_computed_tokens + num_scheduled_tokens)
-    if needed_from is None:
-        needed_from = num_computed_tokens
-    else:
-        needed_from = _check_bound(request, "needed_from", needed_from, length)
-    if lookahead:
-        _check_bound(request, "lookahead", lookahead, None)
-    return end, needed_from
+        end = min(length, start + _bound(request, "num_scheduled_tokens", num_scheduled_tokens, None))
+    first = start if needed_from is None else _bound(request, "needed_from", needed_from, length)
+    return start, end, first, _bound(request, "lookahead", lookahead, None)
 
 
-def as_int(value: object) -> object:
-    """The value as an int where it is an integer of another kind (numpy's); else as it is."""
-    if type(value) is int or isinstance(value, bool) or not hasattr(value, "__index__"):
-        return value
-    try:
-        return operator.index(value)
-    except TypeError:
-        return value
-
-
-def _check_bound(request: MultimodalRequest, name: str, value: object, most: int | None) -> int:
-    value = as_int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0 or (most is not None and value > most):
+def _bound(request: MultimodalRequest, name: str, value: object, most: int | None) -> int:
+    number = as_int(value)
+    if number is None or number < 0 or (most is not None and number > most):
         raise WindowError(
             f"{name} is out of range",
             request_id=request.request_id,
             expected="an integer >= 0" if most is None else f"an integer from 0 to {most}",
             found=repr(value),
         )
-    return value
+    return number
 
 
-def needed_items(request: MultimodalRequest, needed_from: int, horizon: int) -> tuple[int, int, list[int]]:
+def needed_items(
+    request: MultimodalRequest, needed_from: int, horizon: int, num_items: int | None = None
+) -> tuple[int, int, list[int]]:
     """The items that a step needs: those whose next embedding row at or after `needed_from` lies before `horizon`.
+
+    Args:
+        request: the request.
+        needed_from: first token whose embedding is needed.
+        horizon: one past the last token that the step looks at.
+        num_items: how many of the request's items there are for this step; all if None.
 
     Returns:
         (first, later, needed): items before `first` are covered, those from `later` on are not needed before `horizon`
         nor covered (but where they have no rows), `needed` are the indices in between that have rows to merge.
     """
-    first = bisect_right(request._reach, needed_from)
-    offsets = request._offsets
-    later = len(offsets)
+    later = len(request.items) if num_items is None else num_items
+    first = bisect_right(request._reach, needed_from, 0, later)
     if first == later:
         return first, later, []
     if horizon < request.num_tokens:
         # Of items that nest, one that begins late may yet end before `needed_from`.
-        later = bisect_left(offsets, horizon if horizon > needed_from else needed_from, first)
+        later = bisect_left(request._offsets, horizon if horizon > needed_from else needed_from, first, later)
     first_rows, end_rows = request._first_rows, request._end_rows
     needed = []
     for index in range(first, later):
@@ -314,71 +320,78 @@ def needed_items(request: MultimodalRequest, needed_from: int, horizon: int) -> 
     return first, later, needed
 
 
+class Span(Protocol):
+    """Which items of a request a step looked at; see `needed_items`."""
+
+    @property
+    def needed_from(self) -> int:
+        """First token whose embedding is needed."""
+
+    @property
+    def first(self) -> int:
+        """Items before it are covered."""
+
+    @property
+    def later(self) -> int:
+        """Items from it on are not needed yet."""
+
+    @property
+    def num_items(self) -> int:
+        """Items of the request when the step was decided."""
+
+
 def unneeded_status(request: MultimodalRequest, needed_from: int, index: int) -> ItemStatus:
     """Status of an item that is not among the needed ones."""
     return ItemStatus.COVERED if request._end_rows[index] <= needed_from else ItemStatus.LATER
 
 
-def covered_beyond(
-    request: MultimodalRequest, needed_from: int, first: int, later: int, needed: Iterable[int]
-) -> list[int]:
-    """Covered items from `first` on: gaps between needed items, and items without rows."""
-    known = set(needed)
-    ends = request._end_rows
-    zero = request._zero_rows
-    return [i for i in range(first, later) if i not in known and ends[i] <= needed_from] + zero[
-        bisect_left(zero, later) :
-    ]
+def covered_beyond(request: MultimodalRequest, span: Span, needed: Container[int]) -> list[int]:
+    """Covered items from `span.first` on: gaps between needed items, and items without rows."""
+    ends, zero = request._end_rows, request._zero_rows
+    gaps = [i for i in range(span.first, span.later) if i not in needed and ends[i] <= span.needed_from]
+    return gaps + zero[bisect_left(zero, span.later) : bisect_left(zero, span.num_items)]
 
 
-def count_bytes(
-    request: MultimodalRequest,
-    needed_from: int,
-    first: int,
-    later: int,
-    needed: Mapping[int, object],
-    status_of: Callable[[int], ItemStatus],
-    missing: Iterable[int],
-) -> PlanBytes:
+def count_bytes(request: MultimodalRequest, span: Span, outcome: Mapping[int, ItemStatus]) -> PlanBytes:
     """Bytes by what becomes of them; costs O(log n + needed items).
 
     Args:
         request: the request.
-        needed_from, first, later: as `needed_items` was given and returned.
-        needed: keyed by the indices that it returned.
-        status_of: status of a needed item.
-        missing: the first index of each missing content.
+        span: which of its items are looked at.
+        outcome: status of each needed item; of a missing content, `MISSING` only for the item whose payload moves.
     """
-    until = request._payload_until
-    sums = dict.fromkeys(ItemStatus, 0)
-    sums[ItemStatus.COVERED] = until[first]
-    sums[ItemStatus.LATER] = until[-1] - until[later]
-    firsts = frozenset(missing)
+    until, num_items = request._payload_until, span.num_items
+    sums = {
+        ItemStatus.COVERED: until[span.first],
+        ItemStatus.STORED: 0,
+        ItemStatus.IN_FLIGHT: 0,
+        ItemStatus.MISSING: 0,
+        ItemStatus.LATER: until[num_items] - until[span.later],
+    }
 
     def category(index: int) -> ItemStatus:
-        if index not in needed:
-            return unneeded_status(request, needed_from, index)
-        status = status_of(index)
-        return ItemStatus.STORED if status is ItemStatus.MISSING and index not in firsts else status
+        return outcome.get(index) or unneeded_status(request, span.needed_from, index)
 
-    for index in range(first, later):
+    for index in range(span.first, span.later):
         sums[category(index)] += until[index + 1] - until[index]
     zero = request._zero_rows
-    for index in zero[bisect_left(zero, later) :]:
-        size = until[index + 1] - until[index]
-        sums[ItemStatus.LATER] -= size
-        sums[ItemStatus.COVERED] += size
+    if zero:
+        for index in zero[bisect_left(zero, span.later) : bisect_left(zero, num_items)]:
+            size = until[index + 1] - until[index]
+            sums[ItemStatus.LATER] -= size
+            sums[ItemStatus.COVERED] += size
     if request._shared:
+        moving = [index for index, status in outcome.items() if status is ItemStatus.MISSING]
         moved: set[int] = set()
-        for index in sorted(firsts):
+        for index in moving:
             for value, home, size in request._shared.get(index, ()):
-                if value not in moved and home not in firsts:
+                if value not in moved and outcome.get(home) is not ItemStatus.MISSING:
                     sums[category(home)] -= size
                     sums[ItemStatus.MISSING] += size
                 moved.add(value)
     return PlanBytes(
         transfer=sums[ItemStatus.MISSING],
-        kept_on_cpu=request.kept_bytes,
+        kept_on_cpu=request._kept_until[num_items],
         covered=sums[ItemStatus.COVERED],
         stored=sums[ItemStatus.STORED],
         in_flight=sums[ItemStatus.IN_FLIGHT],

@@ -14,7 +14,7 @@ import mmcache
 PACKAGE = Path(mmcache.__file__).parent
 
 FLOORS = [
-    {"errors", "fields", "testing"},
+    {"errors", "fields", "integers", "testing"},
     {"items", "hashing", "policies", "stats", "namespaces", "identity"},
     {"planning", "prefix", "features", "tiers", "models", "staging"},
     {"ledger", "store", "transfer", "merge"},

@@ -18,7 +18,7 @@ from mmcache.errors import ConfigError, EmbeddingError, RequestError
 from mmcache.items import MultimodalRequest
 from mmcache.ledger import EncoderLedger, Entry, Ticket
 from mmcache.namespaces import Namespace, namespace_fingerprint
-from mmcache.planning import as_int, check_window
+from mmcache.planning import check_window
 from mmcache.policies import make_policy
 from mmcache.prefix import PrefixIndex
 from mmcache.stats import CacheStats
@@ -121,18 +121,18 @@ class MultimodalCache:
         try:
             if (
                 num_scheduled_tokens is None is needed_from
-                and not lookahead
+                and lookahead == 0
                 and type(request) is MultimodalRequest
                 and type(num_computed_tokens) is int
                 and 0 <= num_computed_tokens <= request.num_tokens
             ):  # the whole rest of the prompt: what most calls ask for
-                end, needed_from = request.num_tokens, num_computed_tokens
+                start = needed_from = num_computed_tokens
+                end, lookahead = request.num_tokens, 0
             else:
-                num_computed_tokens = as_int(num_computed_tokens)  # type: ignore[assignment]
-                end, needed_from = check_window(
+                start, end, needed_from, lookahead = check_window(
                     request, num_computed_tokens, num_scheduled_tokens, needed_from, lookahead
                 )
-            ticket = self._ledger.open(request, num_computed_tokens, end, needed_from, lookahead, match)
+            ticket = self._ledger.open(request, start, end, needed_from, lookahead, match)
         except BaseException:
             if match is not None:
                 match.release()
@@ -252,8 +252,7 @@ class MultimodalCache:
         Raises:
             WindowError: more tokens than the request has, or fewer than none.
         """
-        num_tokens = as_int(num_tokens)  # type: ignore[assignment]
-        check_window(request, num_tokens, None, None, 0)
+        num_tokens = check_window(request, num_tokens)[0]
         self._ledger.commit(request, num_tokens)
         if self.prefix is not None:
             self.prefix.insert(request, num_tokens)
@@ -278,8 +277,7 @@ class MultimodalCache:
         Raises:
             WindowError: `num_computed_tokens` lies outside the request's tokens.
         """
-        check_window(request, num_computed_tokens, None, None, 0)
-        needed = self._ledger.announce(request, num_computed_tokens)
+        needed = self._ledger.announce(request, check_window(request, num_computed_tokens)[0])
         if self._tiers is not None:
             self._tiers.prefetch(request, needed)
         self._apply_drops()

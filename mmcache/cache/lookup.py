@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -18,6 +19,7 @@ from mmcache.errors import (
     WaitTimeoutError,
     WindowError,
 )
+from mmcache.integers import as_int
 from mmcache.items import MultimodalRequest
 from mmcache.ledger import Ticket
 from mmcache.ledger.snapshots import bytes_of
@@ -57,6 +59,7 @@ class Lookup:
         self._ticket = ticket
 
     def __enter__(self) -> Lookup:
+        self._open()
         return self
 
     def __exit__(
@@ -83,12 +86,13 @@ class Lookup:
     @property
     def num_computed_tokens(self) -> int:
         """Length of the prefix whose KV exists."""
-        return self._ticket.start
+        return self._open().start
 
     @property
     def window(self) -> tuple[int, int]:
         """The tokens of this step: `(num_computed_tokens, end)`."""
-        return self._ticket.start, self._ticket.end
+        ticket = self._open()
+        return ticket.start, ticket.end
 
     @property
     def needed(self) -> tuple[int, ...]:
@@ -117,9 +121,10 @@ class Lookup:
             RequestError: the request has no such item.
         """
         ticket = self._open()
-        check_index(ticket.request.request_id, index, ticket.num_items)
-        if index in ticket.entries:
-            return ticket.status_of(ticket.entries[index])
+        index = check_index(ticket.request.request_id, index, ticket.num_items)
+        entries = ticket.entries  # another thread that ends the lookup puts others in their place
+        if index in entries:
+            return ticket.status_of(entries[index])
         return unneeded_status(ticket.request, ticket.needed_from, index)
 
     def action(self, index: int, field: str) -> FieldAction:
@@ -131,6 +136,7 @@ class Lookup:
         """
         status = self.status(index)
         request = self._ticket.request
+        index = operator.index(index)
         fields = request.items[index].fields
         if fields is None or field not in fields:
             raise FieldError("the item has no such field", request_id=request.request_id, item=index, field=field)
@@ -153,7 +159,8 @@ class Lookup:
         Raises:
             FieldError: items exist but none has the field, or it is not marked `keep_on_cpu`.
         """
-        return self._open().request.metadata(field)
+        ticket = self._open()
+        return ticket.request._metadata_until(field, ticket.num_items)
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
@@ -166,7 +173,7 @@ class Lookup:
         """
         ticket = self._open()
         request = ticket.request
-        check_index(request.request_id, index, ticket.num_items)
+        index = check_index(request.request_id, index, ticket.num_items)
         given = request.items[index].embeds
         if given is not None:
             return given
@@ -184,7 +191,7 @@ class Lookup:
     def key(self, index: int) -> Hashable:
         """Equal for two items, of whatever lookups, whose rows are the same; items of two caches never are."""
         ticket = self._open()
-        check_index(ticket.request.request_id, index, ticket.num_items)
+        index = check_index(ticket.request.request_id, index, ticket.num_items)
         item = ticket.request.items[index]
         if item.embeds is not None:
             return ("given", id(item.embeds))
@@ -291,14 +298,15 @@ class Lookup:
         """
         ticket = self._open()
         length = ticket.end - ticket.start
-        if type(num_scheduled_tokens) is not int or not 0 <= num_scheduled_tokens <= length:
+        number = as_int(num_scheduled_tokens)
+        if number is None or not 0 <= number <= length:
             raise WindowError(
                 "a lookup shrinks to a shorter window",
                 request_id=ticket.request.request_id,
                 expected=f"an integer from 0 to {length}",
                 found=repr(num_scheduled_tokens),
             )
-        self._cache._ledger.shrink(ticket, ticket.start + num_scheduled_tokens)
+        self._cache._ledger.shrink(ticket, ticket.start + number)
         self._cache._apply_drops()
 
     def release(self) -> None:

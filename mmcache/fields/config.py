@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from mmcache.errors import FieldError
+from mmcache.integers import as_int
 
 __all__ = ["FieldConfig"]
 
@@ -59,14 +60,11 @@ class FieldConfig:
             FieldError: a slice has a step, a negative bound, or is not a slice.
         """
         dim = _checked_dim(dim)
+        before = (slice(None),) * dim
         cut = []
-        for item, entry in enumerate(slices):
-            parts: tuple[Any, ...] = (
-                tuple(entry) if isinstance(entry, (tuple, list)) else (slice(None),) * dim + (entry,)
-            )
-            for part in parts:
-                _check_slice(part, item)
-            cut.append(parts)
+        for item, entry in enumerate(_as_list(slices, "slices")):
+            parts = entry if isinstance(entry, (tuple, list)) else (*before, entry)
+            cut.append(tuple(_checked_slice(part, item) for part in parts))
         return FieldConfig(modality, "flat", keep_on_cpu, dim, tuple(cut))
 
     @staticmethod
@@ -82,22 +80,16 @@ class FieldConfig:
         Raises:
             FieldError: sizes are not one-dimensional, not integers, or negative.
         """
-        sizes = size_per_item.tolist() if isinstance(size_per_item, (Tensor, np.ndarray)) else list(size_per_item)
-        if not isinstance(sizes, list):
-            raise FieldError("sizes of a flat field are one-dimensional", found=f"the scalar {sizes!r}")
         dim = _checked_dim(dim)
         cut = []
         start = 0
-        for item, size in enumerate(sizes):
-            try:
-                size = operator.index(size)
-            except TypeError:
-                size = -1
-            if size < 0 or isinstance(sizes[item], bool):
+        for item, given in enumerate(_as_list(size_per_item, "sizes")):
+            size = as_int(given)
+            if size is None or size < 0:
                 raise FieldError(
                     "sizes of a flat field are a one-dimensional sequence of integers >= 0",
                     item=item,
-                    found=repr(sizes[item]),
+                    found=repr(given),
                 )
             cut.append((slice(None),) * dim + (slice(start, start + size),))
             start += size
@@ -106,22 +98,34 @@ class FieldConfig:
     @staticmethod
     def shared(modality: str, batch_size: int, *, keep_on_cpu: bool = False) -> FieldConfig:
         """Every one of the `batch_size` items has the whole value; its bytes count once in a request."""
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 0:
+        number = as_int(batch_size)
+        if number is None or number < 0:
             raise FieldError("a shared field's batch size is an integer >= 0", found=repr(batch_size))
-        return FieldConfig(modality, "shared", keep_on_cpu, 0, None, batch_size)
+        return FieldConfig(modality, "shared", keep_on_cpu, 0, None, number)
 
 
 def _checked_dim(dim: int) -> int:
-    if isinstance(dim, bool) or not isinstance(dim, int) or dim < 0:
+    number = as_int(dim)
+    if number is None or number < 0:
         raise FieldError("a flat field's dim is an integer >= 0", found=repr(dim))
-    return dim
+    return number
 
 
-def _check_slice(part: object, item: int) -> None:
+def _checked_slice(part: object, item: int) -> slice:
     if not isinstance(part, slice):
         raise FieldError("a flat field is cut by slices or tuples of slices", item=item, found=repr(part))
-    for bound in (part.start, part.stop):
-        if bound is not None and (isinstance(bound, bool) or not hasattr(bound, "__index__") or bound < 0):
+    start, stop = as_int(part.start), as_int(part.stop)
+    for given, bound in ((part.start, start), (part.stop, stop)):
+        if given is not None and (bound is None or bound < 0):
             raise FieldError("a slice has bounds >= 0", item=item, found=repr(part))
     if part.step not in (None, 1):
         raise FieldError("a slice has no step", item=item, found=repr(part))
+    return slice(start, stop)
+
+
+def _as_list(values: Any, what: str) -> list[Any]:
+    with suppress(TypeError):
+        values = values.tolist() if isinstance(values, (Tensor, np.ndarray)) else list(values)
+    if not isinstance(values, list):
+        raise FieldError(f"{what} of a flat field are one-dimensional", found=f"the scalar {values!r}")
+    return values

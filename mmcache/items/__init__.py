@@ -2,6 +2,7 @@
 
 from mmcache.items.item import MultimodalItem
 from mmcache.items.placeholders import PlaceholderRange
-from mmcache.items.request import MultimodalRequest, TokenIds
+from mmcache.items.request import MultimodalRequest
+from mmcache.items.tokens import TokenIds
 
 __all__ = ["MultimodalItem", "MultimodalRequest", "PlaceholderRange", "TokenIds"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from mmcache.errors import EmbeddingError, RequestError, UnsupportedError
@@ -42,24 +40,18 @@ class MultimodalItem:
             RequestError: an argument has the wrong type, or fields of another modality.
             EmbeddingError: `embeds` is not a floating-point `[placeholder.num_embeds, width]`.
         """
-        if placeholder is None:
-            raise UnsupportedError(
-                "an item without placeholder tokens, as cross-attention models have them, is out of scope",
-                expected="a PlaceholderRange",
-                found="None",
-            )
-        if type(placeholder) is not PlaceholderRange:
-            raise RequestError("an item's placeholder is a PlaceholderRange", found=type(placeholder).__name__)
-        if type(identifier) is not str or not identifier:
-            raise RequestError("an item's identifier is a non-empty string", found=repr(identifier))
-        if type(modality) is not str or not modality:
-            raise RequestError("an item's modality is a non-empty string", found=repr(modality))
-        if fields is not None and type(fields) is not ItemFields:
-            raise RequestError("an item's fields are an ItemFields or None", found=type(fields).__name__)
-        if fields is not None and fields.modality != modality and fields.modality is not None:
-            raise RequestError("the fields belong to another modality", expected=modality, found=fields.modality)
+        if not (
+            type(placeholder) is PlaceholderRange
+            and type(identifier) is str
+            and identifier
+            and type(modality) is str
+            and modality
+        ):
+            _check_kinds(modality, placeholder, identifier)
+        if fields is not None and (type(fields) is not ItemFields or fields.modality != modality):
+            _check_fields(fields, modality)
         if embeds is not None:
-            _check_embeds(embeds, placeholder)
+            embeds = _checked_embeds(embeds, placeholder)
         self._modality = modality
         self._fields = fields
         self._placeholder = placeholder
@@ -94,12 +86,30 @@ class MultimodalItem:
     def __repr__(self) -> str:
         return f"MultimodalItem({self.modality!r}, {self.identifier[:16]!r}, {self.placeholder!r})"
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild_item, (self.modality, self.fields, self.placeholder, self.identifier, self.embeds)
+
+def _check_kinds(modality: object, placeholder: object, identifier: object) -> None:
+    if placeholder is None:
+        raise UnsupportedError(
+            "an item without placeholder tokens, as cross-attention models have them, is out of scope",
+            expected="a PlaceholderRange",
+            found="None",
+        )
+    if not isinstance(placeholder, PlaceholderRange):
+        raise RequestError("an item's placeholder is a PlaceholderRange", found=type(placeholder).__name__)
+    for name, value in (("identifier", identifier), ("modality", modality)):
+        if not isinstance(value, str) or not value:
+            raise RequestError(f"an item's {name} is a non-empty string", found=repr(value))
 
 
-def _check_embeds(embeds: Tensor, placeholder: PlaceholderRange) -> None:
-    if not isinstance(embeds, Tensor) or embeds.dim() != 2 or not embeds.is_floating_point():
+def _check_fields(fields: object, modality: str) -> None:
+    if not isinstance(fields, ItemFields):
+        raise RequestError("an item's fields are an ItemFields or None", found=type(fields).__name__)
+    if fields.modality != modality and fields.modality is not None:
+        raise RequestError("the fields belong to another modality", expected=modality, found=fields.modality)
+
+
+def _checked_embeds(embeds: Tensor, placeholder: PlaceholderRange) -> Tensor:
+    if not isinstance(embeds, Tensor) or embeds.dim() != 2 or not embeds.shape[1] or not embeds.is_floating_point():
         found = f"{embeds.dtype} {tuple(embeds.shape)}" if isinstance(embeds, Tensor) else type(embeds).__name__
         raise EmbeddingError("client-given embeddings are a floating-point [rows, width]", found=found)
     if embeds.shape[0] != placeholder.num_embeds:
@@ -108,9 +118,4 @@ def _check_embeds(embeds: Tensor, placeholder: PlaceholderRange) -> None:
             expected=placeholder.num_embeds,
             found=embeds.shape[0],
         )
-
-
-def _rebuild_item(
-    modality: str, fields: ItemFields | None, placeholder: PlaceholderRange, identifier: str, embeds: Tensor | None
-) -> MultimodalItem:
-    return MultimodalItem(modality, fields, placeholder, identifier, embeds=embeds)
+    return embeds.detach() if embeds.requires_grad else embeds

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mmcache.errors import PlaceholderError
+from mmcache.integers import as_int
 
 __all__ = ["PlaceholderRange"]
 
@@ -35,21 +35,22 @@ class PlaceholderRange:
             offset, length = _integer(offset, "offset"), _integer(length, "length")
         if offset < 0 or length < 0:
             raise PlaceholderError("a placeholder range has offset and length >= 0", found=f"({offset}, {length})")
-        self._offset = offset
-        self._length = length
-        if is_embed is None:
-            self._num_embeds = length
-            self._runs: tuple[tuple[int, int], ...] = ((0, length),) if length else ()
-            self._first_row = offset
-            self._end_row = offset + length
-            return
-        mask = _as_mask(is_embed, length)
+        self._offset = self._first_row = offset
+        self._length = self._num_embeds = length
+        self._end_row = offset + length
+        self._runs: tuple[tuple[int, int], ...] = ((0, length),) if length else ()
+        if is_embed is not None:
+            mask = _as_mask(is_embed, length)
+            if not mask.all():
+                self._set_mask(mask)
+
+    def _set_mask(self, mask: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
         edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
         starts, lengths = edges[::2].tolist(), (edges[1::2] - edges[::2]).tolist()
         self._runs = tuple(zip(starts, lengths))
         self._num_embeds = sum(lengths)
-        self._first_row = offset + starts[0] if starts else offset
-        self._end_row = offset + starts[-1] + lengths[-1] if starts else offset
+        self._first_row = self._offset + (starts[0] if starts else 0)
+        self._end_row = self._offset + (starts[-1] + lengths[-1] if starts else 0)
         self._starts: list[int] = starts
         self._rows_before: list[int] = list(accumulate(lengths, initial=0))
 
@@ -86,12 +87,7 @@ class PlaceholderRange:
     @property
     def is_embed(self) -> Tensor | None:
         """The mask as a CPU tensor bool `[length]`, or None where every position receives a row."""
-        if self._num_embeds == self._length:
-            return None
-        mask = torch.zeros(self._length, dtype=torch.bool)
-        for start, length in self._runs:
-            mask[start : start + length] = True
-        return mask
+        return torch.from_numpy(_mask_of(self._runs, self._length)) if self._num_embeds < self._length else None
 
     def embed_rows(self, start: int, end: int) -> tuple[int, int]:
         """The half-open range of embedding rows at the offsets `[start, end)` within this range.
@@ -101,6 +97,7 @@ class PlaceholderRange:
         Raises:
             PlaceholderError: not 0 <= start <= end <= length.
         """
+        start, end = _integer(start, "start"), _integer(end, "end")
         if not 0 <= start <= end <= self._length:
             raise PlaceholderError(
                 "offsets lie within the placeholder range",
@@ -117,12 +114,13 @@ class PlaceholderRange:
             return self._first_row if self._num_embeds else None
         if position >= self._end_row:
             return None
-        if len(self._runs) == 1:
+        runs = self._runs
+        if len(runs) == 1:
             return position
         within = position - self._offset
         run = bisect_right(self._starts, within) - 1
-        start, length = self._runs[run]
-        return position if within < start + length else self._offset + self._runs[run + 1][0]
+        start, length = runs[run]
+        return position if within < start + length else self._offset + runs[run + 1][0]
 
     def _rows_until(self, offset: int) -> int:
         run = bisect_right(self._starts, offset) - 1
@@ -135,10 +133,11 @@ class PlaceholderRange:
         """The first position of the request at which both ranges have an embedding row. Linear in their runs."""
         if self._first_row >= other._end_row or other._first_row >= self._end_row:
             return None
+        runs, other_runs = self._runs, other._runs
         i = j = 0
-        while i < len(self._runs) and j < len(other._runs):
-            start, other_start = self._offset + self._runs[i][0], other._offset + other._runs[j][0]
-            end, other_end = start + self._runs[i][1], other_start + other._runs[j][1]
+        while i < len(runs) and j < len(other_runs):
+            start, other_start = self._offset + runs[i][0], other._offset + other_runs[j][0]
+            end, other_end = start + runs[i][1], other_start + other_runs[j][1]
             if max(start, other_start) < min(end, other_end):
                 return max(start, other_start)
             if end <= other_end:
@@ -150,33 +149,29 @@ class PlaceholderRange:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PlaceholderRange):
             return NotImplemented
-        return self._offset == other.offset and self._length == other.length and self._runs == other.runs
+        return self._offset == other.offset and self._length == other.length and self._runs == other._runs
 
     def __hash__(self) -> int:
         return hash((self._offset, self._length, self._runs))
 
     def __repr__(self) -> str:
-        masked = (
-            "" if self._num_embeds == self._length else f", num_embeds={self._num_embeds} in {len(self._runs)} runs"
-        )
+        whole = self._num_embeds == self._length
+        masked = "" if whole else f", num_embeds={self._num_embeds} in {len(self._runs)} runs"
         return f"PlaceholderRange({self._offset}, {self._length}{masked})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        mask = None if self._num_embeds == self._length else _mask_of(self._runs, self._length)
-        return PlaceholderRange, (self._offset, self._length, mask)
 
 
 def _integer(value: object, name: str) -> int:
-    if not isinstance(value, bool):
-        try:
-            return operator.index(value)  # type: ignore[arg-type]
-        except TypeError:
-            pass
-    raise PlaceholderError(f"a placeholder range's {name} is an integer", found=repr(value))
+    number = as_int(value)
+    if number is None:
+        raise PlaceholderError(f"a placeholder range's {name} is an integer", found=repr(value))
+    return number
 
 
 def _as_mask(is_embed: Any, length: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    mask = is_embed.detach().cpu().numpy() if isinstance(is_embed, Tensor) else np.asarray(is_embed)
+    try:
+        mask = is_embed.detach().cpu().numpy() if isinstance(is_embed, Tensor) else np.asarray(is_embed)
+    except (TypeError, ValueError) as error:
+        raise PlaceholderError("is_embed is a boolean mask", found=str(error)) from None
     if mask.dtype != np.bool_ and mask.size:
         raise PlaceholderError("is_embed is a boolean mask", found=f"dtype {mask.dtype}")
     if mask.shape != (length,):

@@ -6,20 +6,24 @@ which a plan later costs what is new and not what is already covered.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from operator import le
 from typing import Any, TypeAlias
 
 import numpy as np
 from torch import Tensor
 
-from mmcache.errors import FieldError, PlaceholderError, RequestError, UnsupportedError
+from mmcache.errors import FieldError, PlaceholderError, RequestError
 from mmcache.fields import ItemFields
 from mmcache.items.item import MultimodalItem
+from mmcache.items.placeholders import PlaceholderRange
+from mmcache.items.tokens import Int32Array, TokenIds, as_tokens
 
-__all__ = ["MultimodalRequest", "TokenIds"]
+__all__ = ["MultimodalRequest", "Schema"]
 
-TokenIds: TypeAlias = "Sequence[int] | np.ndarray[Any, Any] | Tensor | memoryview"
-Int32Array: TypeAlias = "np.ndarray[Any, np.dtype[np.int32]]"
+Schema: TypeAlias = tuple[tuple[str, bool], ...]  # (field, keep_on_cpu) of each field of an item
 
 
 class MultimodalRequest:
@@ -34,7 +38,6 @@ class MultimodalRequest:
         num_tokens: number of tokens.
         cache_salt: requests of different salts share nothing. None is a salt of its own, different from "".
         adapter: the adapter (LoRA) that the request runs with, or None.
-        kept_bytes: bytes of all `keep_on_cpu` fields.
     """
 
     __slots__ = (
@@ -45,6 +48,7 @@ class MultimodalRequest:
         "_first_of",
         "_first_rows",
         "_identifiers",
+        "_kept_until",
         "_last_use",
         "_max_end",
         "_metadata",
@@ -60,7 +64,6 @@ class MultimodalRequest:
         "adapter",
         "cache_salt",
         "items",
-        "kept_bytes",
         "num_tokens",
         "request_id",
     )
@@ -90,7 +93,6 @@ class MultimodalRequest:
         self.adapter = adapter
         self.items: list[MultimodalItem] = []
         self.num_tokens = 0
-        self.kept_bytes = 0
         self._buffer: Int32Array = np.empty(0, np.int32)
         # What a plan needs of the items before some point, so that it need not look at them:
         self._identifiers: list[str] = []
@@ -100,6 +102,7 @@ class MultimodalRequest:
         self._end_rows: list[int] = []  # one past the last row of item i; 0 where it has none
         self._reach: list[int] = []  # one past the last row of the items up to and including i
         self._payload_until: list[int] = [0]  # payload bytes of the items before i
+        self._kept_until: list[int] = [0]  # bytes of their `keep_on_cpu` fields
         self._max_end = 0  # end of the ranges so far
         self._first_of: dict[str, int] = {}  # identifier -> its first item
         self._last_use: dict[str, int] = {}  # identifier -> one past the last row of its last occurrence
@@ -108,10 +111,10 @@ class MultimodalRequest:
         self._shared_home: dict[int, int] = {}  # id of a shared value -> the item that its bytes count with
         self._shared: dict[
             int, tuple[tuple[int, int, int], ...]
-        ] = {}  # item -> (value id, home, bytes) of shared payload
-        self._metadata: dict[str, tuple[int, list[Tensor]]] = {}
-        self._schemas: list[tuple[tuple[str, bool], ...]] = []
-        self._schema_of: list[int] = []
+        ] = {}  # item -> its shared payload: value id, home, bytes
+        self._metadata: dict[str, tuple[int, list[int], list[Tensor]]] = {}  # items seen; those that have it; values
+        self._schemas: tuple[Schema, ...] = ()
+        self._schema_of: tuple[int, ...] = ()
         self.extend(token_ids, items)
 
     @property
@@ -129,7 +132,7 @@ class MultimodalRequest:
         Raises:
             RequestError, PlaceholderError: as the constructor.
         """
-        new = _as_tokens(token_ids, self.request_id)
+        new = as_tokens(token_ids, self.request_id)
         if not isinstance(items, (list, tuple)):
             # Items are gone through more than once: an iterator would be empty the second time.
             try:
@@ -139,8 +142,7 @@ class MultimodalRequest:
                     "items are a sequence of MultimodalItems", request_id=self.request_id, found=type(items).__name__
                 ) from None
         total = self.num_tokens + len(new)
-        if items:
-            self._check(items, total)
+        places = self._checked(items, total) if items else []
         if total > len(self._buffer):
             # Doubling: a conversation of n tokens copies O(n) in all, however many turns it has.
             grown = np.empty(total if not self.num_tokens else max(total, 2 * len(self._buffer)), np.int32)
@@ -149,54 +151,88 @@ class MultimodalRequest:
         self._buffer[self.num_tokens : total] = new
         self.num_tokens = total
         if items:
-            self._append(items)
+            self._append(items, places)
 
     def metadata(self, field: str) -> list[Tensor]:
         """The `keep_on_cpu` field of every item that has it, in order, on the CPU.
 
         Raises:
-            FieldError: items exist, but none has the field, or it is not marked `keep_on_cpu`.
+            FieldError: items exist, but none has the field (a misspelt name would otherwise be an empty answer, and
+                positions wrong), or it is not marked `keep_on_cpu`.
         """
-        done, values = self._metadata.get(field, (0, []))
-        if done < len(self.items):
-            values = list(values)  # another thread may be reading, and an error below must leave things as they were
-            for index in range(done, len(self.items)):
+        return self._metadata_until(field, len(self.items))
+
+    def _metadata_until(self, field: str, num_items: int) -> list[Tensor]:
+        """The field of the first so many items."""
+        done, owners, values = self._metadata.get(field, (0, [], []))
+        if done < num_items:
+            # Another thread may be reading, and an error below must leave things as they were.
+            owners, values = list(owners), list(values)
+            for index in range(done, num_items):
                 fields = self.items[index].fields
                 if fields is not None and field in fields:
                     if not fields.config(field).keep_on_cpu:
                         raise FieldError(
                             "the field is not marked keep_on_cpu", request_id=self.request_id, item=index, field=field
                         )
+                    owners.append(index)
                     values.append(fields[field])  # type: ignore[arg-type]
-            if not values:
-                raise FieldError("no item of the request has the field", request_id=self.request_id, field=field)
-            self._metadata[field] = (len(self.items), values)
-        return list(values)
+            self._metadata[field] = (num_items, owners, values)
+        found = values[: bisect_left(owners, num_items)]
+        if num_items and not found:
+            raise FieldError("no item of the request has the field", request_id=self.request_id, field=field)
+        return found
 
-    def schemas(self) -> tuple[list[tuple[tuple[str, bool], ...]], list[int]]:
-        """The distinct lists of (field, keep_on_cpu) among the items, and for each item which one it has."""
-        for index in range(len(self._schema_of), len(self.items)):
-            fields = self.items[index].fields
-            schema = () if fields is None else tuple((name, fields.config(name).keep_on_cpu) for name in fields)
-            if schema not in self._schemas:
-                self._schemas.append(schema)
-            self._schema_of.append(self._schemas.index(schema))
-        return self._schemas, self._schema_of
+    def schemas(self, num_items: int) -> tuple[tuple[Schema, ...], tuple[int, ...]]:
+        """The distinct schemas among the items, and which of them each of the first so many items has."""
+        known, numbers = self._schemas, self._schema_of
+        if len(numbers) < num_items:
+            schemas, more = list(known), list(numbers)
+            for item in self.items[len(more) : num_items]:
+                fields = item.fields
+                schema = () if fields is None else tuple((name, fields.config(name).keep_on_cpu) for name in fields)
+                if schema not in schemas:
+                    schemas.append(schema)
+                more.append(schemas.index(schema))
+            known, numbers = self._schemas, self._schema_of = tuple(schemas), tuple(more)
+        return known, numbers if len(numbers) == num_items else numbers[:num_items]
 
     def __repr__(self) -> str:
         return f"MultimodalRequest({self.request_id!r}, {self.num_tokens} tokens, {len(self.items)} items)"
 
-    def _check(self, items: Iterable[MultimodalItem], num_tokens: int) -> None:
-        """Raise for the first of the new items that does not fit the request and those before it."""
+    def _checked(self, items: Sequence[MultimodalItem], num_tokens: int) -> list[PlaceholderRange]:
+        """The ranges of the new items, which fit the request and each other.
+
+        Raises:
+            RequestError, PlaceholderError: for the first one that does not.
+        """
+        if set(map(type, items)) != {MultimodalItem}:
+            for index, item in enumerate(items, len(self.items)):
+                if not isinstance(item, MultimodalItem):
+                    raise RequestError(
+                        "items are MultimodalItems", request_id=self.request_id, item=index, found=type(item).__name__
+                    )
+        places = [item._placeholder for item in items]
+        offsets = [place._offset for place in places]
+        ends = [place._offset + place._length for place in places]
+        identifiers = {item._identifier for item in items}
+        if not (
+            # New contents, each behind the one before: what most conversations send. The rest is looked at closely.
+            offsets[0] >= self._max_end
+            and ends[-1] <= num_tokens
+            and len(identifiers) == len(items)
+            and self._first_of.keys().isdisjoint(identifiers)
+            and all(map(le, ends, offsets[1:]))
+        ):
+            self._check_closely(items, num_tokens)
+        return places
+
+    def _check_closely(self, items: Iterable[MultimodalItem], num_tokens: int) -> None:
         known: dict[str, tuple[int, MultimodalItem]] = {}
         last = self.items[-1].placeholder.offset if self.items else 0
         max_end = self._max_end
         open_items: list[tuple[int, MultimodalItem]] | None = None
         for index, item in enumerate(items, len(self.items)):
-            if type(item) is not MultimodalItem:
-                raise RequestError(
-                    "items are MultimodalItems", request_id=self.request_id, item=index, found=type(item).__name__
-                )
             place = item._placeholder
             offset = place._offset
             end = offset + place._length
@@ -267,94 +303,59 @@ class MultimodalRequest:
                 **where,
             )
 
-    def _append(self, items: Sequence[MultimodalItem]) -> None:
-        identifiers, offsets, num_rows = self._identifiers, self._offsets, self._num_rows
-        first_rows, end_rows, reaches, payload_until = (
-            self._first_rows,
-            self._end_rows,
-            self._reach,
-            self._payload_until,
-        )
+    def _append(self, items: Sequence[MultimodalItem], places: Sequence[PlaceholderRange]) -> None:
+        first = len(self.items)
+        identifiers = [item._identifier for item in items]
+        num_rows = [place._num_embeds for place in places]
+        end_rows = [place._end_row if place._num_embeds else 0 for place in places]
+        self._max_end = max(self._max_end, max(place._offset + place._length for place in places))
+        self._identifiers += identifiers
+        self._offsets += [place._offset for place in places]
+        self._num_rows += num_rows
+        self._first_rows += [place._first_row for place in places]
+        self._end_rows += end_rows
+        self._reach += list(accumulate(end_rows, max, initial=self._reach[-1] if first else 0))[1:]
+        if 0 in num_rows:
+            self._zero_rows += [first + i for i, rows in enumerate(num_rows) if not rows]
         first_of, last_use = self._first_of, self._last_use
-        index = len(self.items)
-        reach = reaches[-1] if reaches else 0
-        payload = payload_until[-1]
-        max_end = self._max_end
-        for item in items:
-            place, identifier, fields = item._placeholder, item._identifier, item._fields
-            offset, rows, end_row = place._offset, place._num_embeds, place._end_row
-            identifiers.append(identifier)
-            offsets.append(offset)
-            num_rows.append(rows)
-            first_rows.append(place._first_row)
-            if not rows:
-                self._zero_rows.append(index)
-                end_rows.append(0)
-            else:
-                end_rows.append(end_row)
-                if end_row > reach:
-                    reach = end_row
-            reaches.append(reach)
-            if offset + place._length > max_end:
-                max_end = offset + place._length
+        for index, identifier in enumerate(identifiers, first):
             if identifier not in first_of:
                 first_of[identifier] = index
+        for identifier, end_row in zip(identifiers, end_rows):
+            if end_row > last_use.get(identifier, 0):
                 last_use[identifier] = end_row
-            elif end_row > last_use[identifier]:
-                last_use[identifier] = end_row
-            if item._embeds is not None:
-                self._embeds_given.add(index)
+        self._append_bytes(items, first)
+        self.items += items  # last: a thread that reads the request meanwhile goes by their number
+
+    def _append_bytes(self, items: Iterable[MultimodalItem], first: int) -> None:
+        payload_until, kept_until = self._payload_until, self._kept_until
+        payload, kept = payload_until[-1], kept_until[-1]
+        for index, item in enumerate(items, first):
+            fields = item._fields
             if fields is not None:
                 payload += fields.payload_bytes
-                self.kept_bytes += fields.kept_bytes
+                kept += fields.kept_bytes
                 if fields.shared:
-                    payload += self._append_shared(index, fields)
+                    moved, stayed = self._append_shared(index, fields)
+                    payload += moved
+                    kept += stayed
             payload_until.append(payload)
-            index += 1
-        self._max_end = max_end
-        self.items.extend(items)
+            kept_until.append(kept)
+            if item._embeds is not None:
+                self._embeds_given.add(index)
 
-    def _append_shared(self, index: int, fields: ItemFields) -> int:
-        """Count each shared value with the first item that has it; return the payload bytes that count here."""
-        mine = 0
+    def _append_shared(self, index: int, fields: ItemFields) -> tuple[int, int]:
+        """Count each shared value with the first item that has it; return payload and kept bytes that count here."""
+        payload = kept = 0
         homes = []
         for name, size, keep_on_cpu in fields.shared:
             home = self._shared_home.setdefault(id(fields[name]), index)
+            mine = size if home == index else 0
             if keep_on_cpu:
-                self.kept_bytes += size if home == index else 0
-                continue
-            mine += size if home == index else 0
-            homes.append((id(fields[name]), home, size))
+                kept += mine
+            else:
+                payload += mine
+                homes.append((id(fields[name]), home, size))
         if homes:
             self._shared[index] = tuple(homes)
-        return mine
-
-
-_INT32 = np.iinfo(np.int32)
-
-
-def _as_tokens(token_ids: TokenIds, request_id: str) -> Int32Array:
-    """The ids as one int32 array; a view of an int32 buffer, a conversion of anything else that holds integers."""
-    if isinstance(token_ids, Tensor):
-        if token_ids.is_floating_point() and token_ids.dim() >= 2:
-            raise UnsupportedError("prompt embeddings are out of scope", request_id=request_id, expected="token ids")
-        token_ids = token_ids.detach().cpu().numpy()
-    try:
-        array = np.asarray(token_ids)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise RequestError("token ids are a sequence of integers", request_id=request_id, found=str(error)) from None
-    if array.size == 0 and array.ndim <= 1:
-        return np.empty(0, np.int32)
-    if array.ndim >= 2 and array.dtype.kind == "f":
-        raise UnsupportedError("prompt embeddings are out of scope", request_id=request_id, expected="token ids")
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise RequestError(
-            "token ids are one-dimensional integers",
-            request_id=request_id,
-            found=f"dtype {array.dtype}, shape {array.shape}",
-        )
-    if array.dtype != np.int32:
-        if array.min() < _INT32.min or array.max() > _INT32.max:
-            raise RequestError("token ids fit 32 bits", request_id=request_id, found=f"{array.min()} to {array.max()}")
-        array = array.astype(np.int32)
-    return array
+        return payload, kept

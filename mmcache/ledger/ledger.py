@@ -9,16 +9,17 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
-from mmcache.errors import ReleasedError
 from mmcache.items import MultimodalRequest
 from mmcache.ledger.budget import Budget
 from mmcache.ledger.checks import check_books
-from mmcache.ledger.records import READY, RESERVED, Entry, PinnedMatch, Session, Ticket
-from mmcache.ledger.snapshots import plan_of
+from mmcache.ledger.records import RESERVED, Entry, PinnedMatch, Session, Ticket
+from mmcache.ledger.sessions import Sessions
+from mmcache.ledger.snapshots import decision_of, plan_of
 from mmcache.ledger.table import EntryTable
-from mmcache.ledger.tally import Tally
-from mmcache.ledger.waiting import WaitingLine, news_of, wake
-from mmcache.planning import ItemStatus, Progress, StepPlan, check_window, needed_items
+from mmcache.ledger.tally import Tally, stats_of
+from mmcache.ledger.waiting import WaitingLine, awaited, news_of, wake
+from mmcache.ledger.workers import Workers
+from mmcache.planning import Progress, StepPlan, check_window, needed_items
 from mmcache.policies import EvictionPolicy
 from mmcache.stats import CacheStats
 
@@ -58,16 +59,14 @@ class EncoderLedger:
             split_by_adapter: whether adapters touch the encoder, so that embeddings belong to one adapter each.
             clock: monotonic seconds.
         """
-        self._table = EntryTable(
-            uuid.uuid4().hex, Budget(capacity_bytes, policy), row_bytes or {}, lease_seconds, split_by_adapter, clock
-        )
+        ledger_id, budget = uuid.uuid4().hex, Budget(capacity_bytes, policy)
+        self._table = EntryTable(ledger_id, budget, row_bytes or {}, lease_seconds, split_by_adapter, clock)
+        self._sessions = Sessions(budget)
+        self._workers = Workers(ledger_id)
+        self._line = WaitingLine(policy)
         self._tally = Tally()
         self._lock = threading.Lock()
-        self._sessions: dict[str, Session] = {}
-        self._line = WaitingLine(policy)
-        self._plans: dict[int, Ticket] = {}
         self._next_plan = 0
-        self._worker_epochs: dict[Hashable, str] = {}
 
     # -- what a reader may know ----------------------------------------------------------------------------------------
 
@@ -112,7 +111,8 @@ class EncoderLedger:
         match: PinnedMatch | None = None,
     ) -> Ticket:
         """Decide about the window `[start, end)` of a request; bounds are taken as valid (see `check_window`)."""
-        first, later, needed = needed_items(request, needed_from, end + lookahead)
+        num_items = len(request.items)
+        first, later, needed = needed_items(request, needed_from, end + lookahead, num_items)
         request_id = request.request_id
         with self._lock:
             session = self._sessions.get(request_id)
@@ -120,8 +120,10 @@ class EncoderLedger:
                 session = self._sessions[request_id] = Session(request_id)
             if self._line.positions:
                 self._line.withdraw(request_id)
-            self._next_plan += 1
-            ticket = Ticket(self._next_plan, request, session, start, end, needed_from, lookahead, first, later, match)
+            self._next_plan = number = self._next_plan + 1
+            ticket = Ticket(
+                number, request, session, start, end, needed_from, lookahead, first, later, num_items, match
+            )
             session.tickets[ticket] = None
             if needed:
                 self._table.resolve(ticket, needed)
@@ -146,58 +148,50 @@ class EncoderLedger:
         Raises:
             WindowError: a bound lies outside the request's tokens.
         """
-        end, needed_from = check_window(request, num_computed_tokens, num_scheduled_tokens, needed_from, lookahead)
-        ticket = self.open(request, num_computed_tokens, end, needed_from, lookahead)
-        with self._lock:
-            self._plans[ticket.plan_id] = ticket
-        return self.refresh(ticket)
+        bounds = check_window(request, num_computed_tokens, num_scheduled_tokens, needed_from, lookahead)
+        return self._send(self.open(request, *bounds))
 
-    def refresh(self, step: Step) -> StepPlan:
-        """The plan as things stand now, for instance after `poll` told of items that became its own to encode."""
-        ticket = self._ticket(step)
+    def refresh(self, plan: StepPlan) -> StepPlan:
+        """The plan as things stand now, for instance after `poll` told of items that became its own to encode.
+
+        Raises:
+            ReleasedError: it is not open here.
+        """
+        return self._send(self._ticket(plan))
+
+    def _send(self, ticket: Ticket) -> StepPlan:
         with self._lock:
+            self._workers.send(ticket)
             drop = tuple(entry.handle for entry in self._take_drops())
-            ticket.plan = plan_of(self._table, ticket, drop)
+            ticket.plan = plan_of(self.ledger_id, ticket, decision_of(ticket, self.epoch), drop)
             return ticket.plan
 
     def _ticket(self, step: Step) -> Ticket:
-        if isinstance(step, Ticket):
-            return step
-        ticket = self._plans.get(step.plan_id) if step.ledger_id == self.ledger_id else None
-        if ticket is None or ticket.released:
-            raise ReleasedError(
-                "the plan is not open in this ledger", request_id=step.request_id, found=f"plan {step.plan_id}"
-            )
-        return ticket
+        return step if isinstance(step, Ticket) else self._workers.ticket(step)
 
     def snapshot(self, ticket: Ticket) -> StepPlan:
         """The lookup's plan as it was decided, without handles to drop."""
         with self._lock:
             if ticket.plan is None:
-                ticket.plan = plan_of(self._table, ticket)
+                decision = ticket.decided or decision_of(ticket, self.epoch)
+                ticket.plan = plan_of(self.ledger_id, ticket, decision)
             return ticket.plan
 
     def shrink(self, ticket: Ticket, end: int) -> None:
         """The step ends earlier: what only the cut tokens needed is given up, as if never asked for."""
-        first, later, needed = needed_items(ticket.request, ticket.needed_from, end + ticket.lookahead)
+        request, horizon = ticket.request, end + ticket.lookahead
+        first, later, needed = needed_items(request, ticket.needed_from, horizon, ticket.num_items)
         with self._lock:
-            keep = set(needed)
-            kept = {index: entry for index, entry in ticket.entries.items() if index in keep}
+            kept = {index: ticket.entries[index] for index in needed if index in ticket.entries}
             still = set(kept.values())
-            dropped = [entry for index, entry in ticket.entries.items() if index not in keep and entry not in still]
+            dropped = [e for e in dict.fromkeys(ticket.entries.values()) if e is not None and e not in still]
             ticket.entries = kept
-            ticket.first, ticket.later, ticket.end, ticket.plan = first, later, end, None
-            for entry in dict.fromkeys(dropped):
-                if entry is None:
-                    continue
+            ticket.first, ticket.later, ticket.end, ticket.plan, ticket.decided = first, later, end, None, None
+            for entry in dropped:
                 if ticket.unsettled and entry in ticket.unsettled:
                     ticket.unsettled.remove(entry)
                     self._table.leave(ticket, entry)
-                if ticket.pinned and entry in ticket.pinned:
-                    ticket.pinned.remove(entry)
-                    others = (other for other in ticket.session.tickets if other is not ticket)
-                    if not any(entry in other.entries.values() for other in others):
-                        self._unhold(ticket.session, entry)
+            self._sessions.shrink(ticket, dropped)
         self._wake()
 
     def admit(self, ticket: Ticket, sizes: Mapping[int, int]) -> list[Entry]:
@@ -271,30 +265,22 @@ class EncoderLedger:
         Returns:
             Whether it was open.
         """
-        if isinstance(step, Ticket):
-            ticket: Ticket | None = step
-        else:  # plans of a ledger before this one have numbers, too
-            ticket = self._plans.get(step.plan_id) if step.ledger_id == self.ledger_id else None
+        ticket = step if isinstance(step, Ticket) else self._workers.find(step)
         if ticket is None:
             return False
         with self._lock:
             if ticket.released:
                 return False
             self._close(ticket)
-            session = ticket.session
-            session.tickets.pop(ticket, None)
-            if session.passed:
-                in_use = session.in_use()
-                for entry in [entry for entry in session.passed if entry not in in_use]:
-                    self._unhold(session, entry)
+            self._sessions.end(ticket)
         if self._table.woken:
             self._wake()
         return True
 
     def _close(self, ticket: Ticket) -> None:
         ticket.released = True
-        if self._plans:
-            self._plans.pop(ticket.plan_id, None)
+        if self._workers.plans:
+            self._workers.plans.pop(ticket.plan_id, None)
         self._tally.add(ticket)
         if ticket.unsettled:
             for entry in ticket.unsettled:
@@ -310,14 +296,7 @@ class EncoderLedger:
     def commit(self, request: MultimodalRequest, num_tokens: int) -> None:
         """The KV of the first `num_tokens` tokens exists: unpin what has no row beyond them."""
         with self._lock:
-            session = self._sessions.get(request.request_id)
-            if session is not None and session.held:
-                last_use, in_use = request._last_use, session.in_use()
-                for entry in [e for e in session.held if last_use.get(e.identifier, 0) <= num_tokens]:
-                    if entry in in_use:
-                        session.passed[entry] = None
-                    else:
-                        self._unhold(session, entry)
+            self._sessions.commit(request, num_tokens)
 
     def finish(self, request: MultimodalRequest | str) -> list[Ticket]:
         """The request, or the one of that id, is done, aborted or gone: its lookups end and its pins go. Idempotent.
@@ -355,11 +334,7 @@ class EncoderLedger:
         _, _, needed = needed_items(request, num_computed_tokens, request.num_tokens)
         contents = list(dict.fromkeys(self._table.content_of(request, request._identifiers[i]) for i in needed))
         with self._lock:
-            session = self._sessions.get(request.request_id)
-            if session is not None:
-                in_use = session.in_use()
-                for entry in [entry for entry in session.held if entry not in in_use]:
-                    self._unhold(session, entry)
+            self._sessions.wait(request.request_id)
             self._line.announce(request.request_id, contents)
         return needed
 
@@ -368,12 +343,6 @@ class EncoderLedger:
         request_id = request if isinstance(request, str) else request.request_id
         with self._lock:
             self._line.withdraw(request_id)
-
-    def _unhold(self, session: Session, entry: Entry) -> None:
-        session.passed.pop(entry, None)
-        if entry in session.held:
-            del session.held[entry]
-            self._table.budget.unpin((entry,))
 
     # -- validity ------------------------------------------------------------------------------------------------------
 
@@ -407,22 +376,8 @@ class EncoderLedger:
             worker: which worker reports.
         """
         with self._lock:
-            entries = self._table.budget.entries
-            gone = {handle for handle in lost if handle in entries and entries[handle].state is READY}
-            if held is not None:
-                kept = frozenset(held)
-                gone.update(h for h, entry in entries.items() if entry.state is READY and h not in kept)
-            elif self._worker_epochs.get(worker, worker_epoch) != worker_epoch:
-                gone.update(h for h, entry in entries.items() if entry.state is READY)
-            self._worker_epochs[worker] = worker_epoch
-            for handle in sorted(gone):
-                entry = entries[handle]
-                users = []
-                for session in self._sessions.values():
-                    session.held.pop(entry, None)
-                    session.passed.pop(entry, None)
-                    users += [ticket for ticket in session.tickets if entry in ticket.entries.values()]
-                self._table.lose(entry, users)
+            for entry in self._workers.lost(self._table.budget.entries, worker, worker_epoch, held, lost):
+                self._table.lose(entry, self._sessions.drop(entry))
         self._wake()
 
     def take_drops(self) -> list[Entry]:
@@ -454,14 +409,11 @@ class EncoderLedger:
         """
         with self._lock:
             progress = news_of(self._table, ticket)
-            waits = [entry for entry in ticket.unsettled or () if entry.state is RESERVED and entry.owner is not ticket]
-            others = [e for e in waits if e.owner is None or e.owner.session is not ticket.session]
-            own = not others and bool(waits or ticket.with_status(ItemStatus.MISSING))
-            left = min((self._table.lease_left(entry) for entry in others), default=None)
-            if not progress and others:
+            pause, own = awaited(self._table, ticket)
+            if not progress and pause is not None:
                 arm(ticket)
         self._wake()
-        return progress, left, own
+        return progress, pause, own
 
     def disarm(self, ticket: Ticket, future: asyncio.Future[None]) -> None:
         """The future is no longer to be woken."""
@@ -481,30 +433,7 @@ class EncoderLedger:
     def stats(self, prefix_found: int = 0, prefix_asked: int = 0) -> CacheStats:
         """Counters, taken in one moment."""
         with self._lock:
-            table, budget = self._table, self._table.budget
-            counts = table.counts
-            return CacheStats(
-                lookups=self._next_plan,
-                items=self._tally.items_by_status(),
-                bytes=self._tally.bytes_by_reason(),
-                encodes=counts["encodes"],
-                loads=counts["loads"],
-                failed_loads=counts["failed_loads"],
-                joins=counts["joins"],
-                takeovers=counts["takeovers"],
-                evictions=dict(budget.evictions),
-                uncached=dict(budget.uncached),
-                stale=counts["stale"],
-                lost=counts["lost"],
-                forgotten_lookups=counts["forgotten_lookups"],
-                capacity_bytes=budget.capacity,
-                used_bytes=budget.used,
-                pinned_bytes=budget.fixed,
-                entries=len(budget.entries),
-                prefix_tokens=prefix_found,
-                prefix_queries_tokens=prefix_asked,
-                epoch=table.epoch,
-            )
+            return stats_of(self._table, self._tally, self._next_plan, prefix_found, prefix_asked)
 
     def _wake(self) -> None:
         """Wake whoever waits on lookups that have news; without the lock."""

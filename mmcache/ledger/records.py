@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from mmcache.items import MultimodalRequest
 from mmcache.planning import ItemStatus, StepPlan
@@ -13,7 +13,10 @@ from mmcache.planning import ItemStatus, StepPlan
 if TYPE_CHECKING:
     import asyncio  # 0.02 s, and only tasks that wait need it
 
-__all__ = ["Entry", "EntryState", "PinnedMatch", "Scope", "Session", "Ticket"]
+__all__ = ["Decision", "Entry", "EntryState", "PinnedMatch", "Scope", "Session", "Ticket"]
+
+Decision: TypeAlias = tuple[int, list[tuple[int, ItemStatus, int, int]]]
+"""The ledger's epoch, and of each needed item its index, its status, and the handle and bytes of its entry."""
 
 
 class EntryState(Enum):
@@ -84,6 +87,7 @@ class Entry:
     written = False
     told = False
     cost: float | None = None
+    waiters: tuple[Ticket, ...] = ()
 
     def __init__(
         self,
@@ -102,7 +106,6 @@ class Entry:
         self.num_rows = num_rows
         self.owner = owner
         self.since = since
-        self.waiters: list[Ticket] = []
 
     @property
     def content(self) -> tuple[str | None, str | None, str]:
@@ -121,7 +124,7 @@ class Session:
     Attributes:
         request_id: the request's.
         held: entries that it pins: until commit passes their last row, the request's finish, or its waiting.
-        passed: of these the ones that commit has passed, but that an open lookup still uses.
+        passed: of these the ones that it needs no longer, but that an open lookup still uses.
         tickets: its open lookups.
     """
 
@@ -151,7 +154,8 @@ class Ticket:
         pinned: entries that this lookup was the first of its request to pin.
         num_items: items of the request when the lookup was made.
         encoded: entries that this lookup encoded.
-        plan: its snapshot; made when it is asked for, or when something is about to change.
+        decided: what was decided, kept when something is about to change; the plan is made of it when it is asked for.
+        plan: the plan, once it was asked for.
         arrived, mine: news for the next `poll`.
         match: the prefix match that the window began with, if the cache looked it up; released with the lookup.
         released: whether it has ended.
@@ -161,6 +165,7 @@ class Ticket:
     # Defaults on the class: most lookups of a running engine need nothing new, and leave these alone.
     unsettled: list[Entry] | None = None
     pinned: list[Entry] | None = None
+    decided: Decision | None = None
     plan: StepPlan | None = None
     encoded: set[Entry] | None = None
     arrived: list[Entry] | None = None
@@ -180,6 +185,7 @@ class Ticket:
         lookahead: int,
         first: int,
         later: int,
+        num_items: int,
         match: PinnedMatch | None,
     ) -> None:
         self.plan_id = plan_id
@@ -192,7 +198,7 @@ class Ticket:
         self.first = first
         self.later = later
         self.entries: dict[int, Entry | None] = {}
-        self.num_items = len(request.items)
+        self.num_items = num_items
         self.match = match
 
     def status_of(self, entry: Entry | None) -> ItemStatus:

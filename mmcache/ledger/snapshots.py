@@ -2,41 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Container, Iterable
 
-from mmcache.ledger.records import Ticket
+from mmcache.ledger.records import Decision, Entry, Ticket
 from mmcache.planning import ItemStatus, PlanBytes, PlannedItem, StepPlan, count_bytes, covered_beyond
 
-__all__ = ["bytes_of", "plan_of"]
+__all__ = ["bytes_of", "decision_of", "plan_of"]
+
+Row = tuple[int, ItemStatus, int, int]
 
 
-class _Decider(Protocol):
-    ledger_id: str
-    epoch: int
+def decision_of(ticket: Ticket, epoch: int) -> Decision:
+    """What is decided as things stand: no more than what the plan needs and what will change."""
+    return epoch, _rows(ticket)
 
 
-def bytes_of(ticket: Ticket) -> PlanBytes:
-    """Bytes of the lookup's request by what becomes of them, as things stand."""
-    return count_bytes(
-        ticket.request,
-        ticket.needed_from,
-        ticket.first,
-        ticket.later,
-        ticket.entries,
-        lambda index: ticket.status_of(ticket.entries[index]),
-        ticket.with_status(ItemStatus.MISSING),
-    )
+def bytes_of(ticket: Ticket, encoded: Container[Entry] = ()) -> PlanBytes:
+    """Bytes of the lookup's request by what becomes of them, as things stand; `encoded` entries count as missing."""
+    return count_bytes(ticket.request, ticket, _outcome(_rows(ticket, encoded)))
 
 
-def plan_of(ledger: _Decider, ticket: Ticket, drop: tuple[int, ...] = ()) -> StepPlan:
-    """The plan of a lookup, as things stand."""
+def plan_of(ledger_id: str, ticket: Ticket, decision: Decision, drop: tuple[int, ...] = ()) -> StepPlan:
+    """The plan of a lookup, as decided."""
     request = ticket.request
     items = request.items
-    schemas, schema_of = request.schemas()
+    schemas, schema_of = request.schemas(ticket.num_items)
+    epoch, rows = decision
     return StepPlan(
-        ledger_id=ledger.ledger_id,
+        ledger_id=ledger_id,
         plan_id=ticket.plan_id,
-        epoch=ledger.epoch,
+        epoch=epoch,
         request_id=request.request_id,
         window=(ticket.start, ticket.end),
         needed_from=ticket.needed_from,
@@ -47,17 +42,43 @@ def plan_of(ledger: _Decider, ticket: Ticket, drop: tuple[int, ...] = ()) -> Ste
                 index,
                 items[index].identifier,
                 items[index].modality,
-                ticket.status_of(entry),
-                -1 if entry is None else entry.handle,
+                status,
+                handle,
                 items[index].placeholder.num_embeds,
-                0 if entry is None else entry.nbytes,
+                nbytes,
             )
-            for index, entry in ticket.entries.items()
+            for index, status, handle, nbytes in rows
         ),
         drop=drop,
-        bytes=bytes_of(ticket),
+        bytes=count_bytes(request, ticket, _outcome(rows)),
         first=ticket.first,
-        covered=frozenset(covered_beyond(request, ticket.needed_from, ticket.first, ticket.later, ticket.entries)),
-        schemas=tuple(schemas),
-        schema_of=tuple(schema_of),
+        covered=frozenset(covered_beyond(request, ticket, ticket.entries)),
+        schemas=schemas,
+        schema_of=schema_of,
     )
+
+
+def _rows(ticket: Ticket, encoded: Container[Entry] = ()) -> list[Row]:
+    return [
+        (index, ItemStatus.STORED, -1, 0)
+        if entry is None
+        else (
+            index,
+            ItemStatus.MISSING if entry in encoded else ticket.status_of(entry),
+            entry.handle,
+            entry.nbytes,
+        )
+        for index, entry in ticket.entries.items()
+    ]
+
+
+def _outcome(rows: Iterable[Row]) -> dict[int, ItemStatus]:
+    """Status by item; a content's payload goes once, with its first item, and the others count as stored."""
+    seen: set[int] = set()
+    outcome = {}
+    for index, status, handle, _ in rows:
+        if status is ItemStatus.MISSING:
+            status = ItemStatus.STORED if handle in seen else status
+            seen.add(handle)
+        outcome[index] = status
+    return outcome

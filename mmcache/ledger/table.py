@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from mmcache.items import MultimodalRequest
 from mmcache.ledger.budget import Budget
 from mmcache.ledger.records import READY, RESERVED, Entry, Scope, Ticket
-from mmcache.ledger.snapshots import plan_of
+from mmcache.ledger.snapshots import decision_of
 
 __all__ = ["EntryTable"]
 
@@ -61,34 +61,35 @@ class EntryTable:
 
     def resolve(self, ticket: Ticket, needed: Iterable[int]) -> None:
         """Find, join or reserve an entry for each needed item, and pin what is ready."""
-        request, held, entries = ticket.request, ticket.session.held, ticket.entries
+        request, session, entries = ticket.request, ticket.session, ticket.entries
+        held, passed = session.held, session.passed
         scope = self.scopes.get((request.cache_salt, request.adapter if self._split_by_adapter else None))
         if scope is None:
             scope = self.scope_of(request)
         identifiers, num_rows, given = request._identifiers, request._num_rows, request._embeds_given
         hits: list[Entry] = []
-        absent = None
+        absent: list[int] = []
         for index in needed:
+            entry = scope.get(identifiers[index])
             if given and index in given:
                 entries[index] = None
-                continue
-            entry = scope.get(identifiers[index])
-            if entry is not None and entry.state is READY and entry.num_rows == num_rows[index]:
+            elif entry is not None and entry.state is READY and entry.num_rows == num_rows[index]:
                 entries[index] = entry
                 if entry not in held:
                     held[entry] = None
                     hits.append(entry)
+                elif passed:
+                    passed.pop(entry, None)  # needed again: its tokens are computed anew
             else:
                 entries[index] = None
-                absent = [index] if absent is None else [*absent, index]
+                absent.append(index)
         # Pin all that is ready before any room is made: a request must not evict what it needs itself.
         if hits:
             self.budget.pin(hits)
             ticket.pinned = hits
-        if absent is not None:
-            for index in absent:
-                found = identifiers[index] in scope
-                entries[index] = self._obtain(ticket, scope, index) if found else self.reserve(ticket, scope, index)
+        for index in absent:
+            found = identifiers[index] in scope
+            entries[index] = self._obtain(ticket, scope, index) if found else self.reserve(ticket, scope, index)
 
     def _obtain(self, ticket: Ticket, scope: Scope, index: int) -> Entry:
         """An entry for one item: what is ready, the lookup's own, somebody else's, or a new one."""
@@ -142,7 +143,7 @@ class EntryTable:
         if entry.owner is not ticket or entry.state is not RESERVED or entry.detached:
             return False
         entry.owner = None
-        entry.waiters.insert(0, ticket)
+        entry.waiters = (ticket, *entry.waiters)
         return True
 
     def loaded(self, entry: Entry, nbytes: int | None) -> None:
@@ -180,7 +181,7 @@ class EntryTable:
             if heir is None:
                 return self.reserve(ticket, scope, index)
             entry = heir
-        entry.waiters.append(ticket)
+        entry.waiters += (ticket,)
         ticket.unsettle(entry)
         return entry
 
@@ -211,8 +212,8 @@ class EntryTable:
         loaded = entry.owner is None
         # What the encoder makes is the measure of a row's width, not what lies in a tier.
         self.size(entry, nbytes, may_evict=False, learn=not loaded)
-        users = entry.waiters if entry.owner is None else [entry.owner, *entry.waiters]
-        waiters, entry.owner, entry.waiters, entry.state, entry.cost = entry.waiters, None, [], READY, cost
+        users = entry.waiters if entry.owner is None else (entry.owner, *entry.waiters)
+        waiters, entry.owner, entry.waiters, entry.state, entry.cost = entry.waiters, None, (), READY, cost
         self.counts["loads" if loaded else "encodes"] += 1
         self.counts["joins"] += len(waiters)
         if entry.cached:
@@ -237,8 +238,8 @@ class EntryTable:
         if entry.state is RESERVED:
             if entry.owner is ticket:
                 self.abandon(entry)
-            elif ticket in entry.waiters:
-                entry.waiters.remove(ticket)
+            else:
+                entry.waiters = tuple(waiter for waiter in entry.waiters if waiter is not ticket)
         elif entry.state is READY and not entry.cached:
             entry.users -= 1
             if not entry.users:
@@ -253,8 +254,8 @@ class EntryTable:
             self.budget.forget(entry)
             return
         self._freeze(entry)
-        heir = entry.waiters.pop(0)
-        entry.owner, entry.since = heir, self._clock()
+        heir, *rest = entry.waiters
+        entry.owner, entry.waiters, entry.since = heir, tuple(rest), self._clock()
         heir.mine = [*(heir.mine or ()), entry]
         self.counts["takeovers"] += 1
         self.woken.append(heir)
@@ -276,7 +277,7 @@ class EntryTable:
         self._unlist(entry)
         if entry.cached:
             self.budget.uncache(entry)
-        waiters, entry.waiters = entry.waiters, []
+        waiters, entry.waiters = entry.waiters, ()
         if entry.owner is None:
             self.budget.forget(entry)
         if not waiters:
@@ -299,7 +300,7 @@ class EntryTable:
         self.counts["lost"] += 1
         self._unlist(entry)
         for ticket in users:
-            ticket.plan = ticket.plan or plan_of(self, ticket)
+            self._keep(ticket)
             ticket.session.held.pop(entry, None)
             for index, other in ticket.entries.items():
                 if other is not entry:
@@ -323,5 +324,9 @@ class EntryTable:
     def _freeze(self, entry: Entry) -> None:
         """Statuses of these lookups are about to change, and their plans are snapshots of what was decided."""
         for ticket in (entry.owner, *entry.waiters):
-            if ticket is not None and ticket.plan is None and not ticket.released:
-                ticket.plan = plan_of(self, ticket)
+            if ticket is not None:
+                self._keep(ticket)
+
+    def _keep(self, ticket: Ticket) -> None:
+        if ticket.plan is None and ticket.decided is None and not ticket.released:
+            ticket.decided = decision_of(ticket, self.epoch)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from mmcache.ledger.records import READY, Entry, Ticket
-from mmcache.planning import ItemStatus, count_bytes, covered_beyond
+from mmcache.ledger.snapshots import bytes_of
+from mmcache.ledger.table import EntryTable
+from mmcache.planning import ItemStatus, covered_beyond
+from mmcache.stats import CacheStats
 
-__all__ = ["Tally"]
+__all__ = ["Tally", "stats_of"]
 
 _STATUSES = (ItemStatus.COVERED, ItemStatus.STORED, ItemStatus.IN_FLIGHT, ItemStatus.MISSING, ItemStatus.LATER)
 _REASONS = ("covered", "stored", "in_flight", "transfer", "later", "kept_on_cpu")
@@ -40,7 +43,7 @@ class Tally:
         items, sums, until = self._items, self._bytes, request._payload_until
         items[0] += first
         sums[0] += until[first]
-        sums[5] += request.kept_bytes
+        sums[5] += request._kept_until[ticket.num_items]
         if later != ticket.num_items:
             items[4] += ticket.num_items - later
             sums[4] += until[ticket.num_items] - until[later]
@@ -69,21 +72,40 @@ class Tally:
 
     def _add_uncommon(self, ticket: Ticket) -> None:
         """Shared fields, items without rows, and gaps between the needed ones need the whole account."""
-        encoded: set[Entry] = ticket.encoded or set()
-
-        def outcome(index: int) -> ItemStatus:
-            entry = ticket.entries[index]
-            return ItemStatus.MISSING if entry in encoded else ticket.status_of(entry)
-
-        for index in ticket.entries:
-            self._items[_STATUSES.index(outcome(index))] += 1
-        beyond = covered_beyond(ticket.request, ticket.needed_from, ticket.first, ticket.later, ticket.entries)
-        covered = ticket.first + len(beyond)
+        encoded = ticket.encoded or ()
+        for entry in ticket.entries.values():
+            status = ItemStatus.MISSING if entry is not None and entry in encoded else ticket.status_of(entry)
+            self._items[_STATUSES.index(status)] += 1
+        covered = ticket.first + len(covered_beyond(ticket.request, ticket, ticket.entries))
         self._items[0] += covered
         self._items[4] += ticket.num_items - covered - len(ticket.entries)
-        firsts = ticket.firsts_of(lambda entry: entry in encoded or ticket.status_of(entry) is ItemStatus.MISSING)
-        counted = count_bytes(
-            ticket.request, ticket.needed_from, ticket.first, ticket.later, ticket.entries, outcome, firsts
-        )
+        counted = bytes_of(ticket, encoded)
         for place, name in enumerate(_REASONS):
             self._bytes[place] += getattr(counted, name)
+
+
+def stats_of(table: EntryTable, tally: Tally, lookups: int, prefix_found: int, prefix_asked: int) -> CacheStats:
+    """A ledger's counters as they stand."""
+    budget, counts = table.budget, table.counts
+    return CacheStats(
+        lookups=lookups,
+        items=tally.items_by_status(),
+        bytes=tally.bytes_by_reason(),
+        encodes=counts["encodes"],
+        loads=counts["loads"],
+        failed_loads=counts["failed_loads"],
+        joins=counts["joins"],
+        takeovers=counts["takeovers"],
+        evictions=dict(budget.evictions),
+        uncached=dict(budget.uncached),
+        stale=counts["stale"],
+        lost=counts["lost"],
+        forgotten_lookups=counts["forgotten_lookups"],
+        capacity_bytes=budget.capacity,
+        used_bytes=budget.used,
+        pinned_bytes=budget.fixed,
+        entries=len(budget.entries),
+        prefix_tokens=prefix_found,
+        prefix_queries_tokens=prefix_asked,
+        epoch=table.epoch,
+    )

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from mmcache.ledger.records import READY, RESERVED, Ticket
 from mmcache.ledger.table import EntryTable
-from mmcache.planning import Progress
+from mmcache.planning import ItemStatus, Progress
 from mmcache.policies import EvictionPolicy, QueueAwarePolicy
 
 if TYPE_CHECKING:
     import asyncio  # 0.02 s, and only tasks that wait need it
 
-__all__ = ["WaitingLine", "news_of", "wake"]
+__all__ = ["WaitingLine", "awaited", "news_of", "wake"]
 
 _NOTHING = Progress((), ())
 
@@ -59,6 +59,16 @@ def news_of(table: EntryTable, ticket: Ticket) -> Progress:
     ready = ticket.indices_of([entry for entry in arrived or () if entry.state is READY])
     own = [entry for entry in mine or () if entry.owner is ticket]
     return Progress(ready, tuple(ticket.firsts_of(lambda entry: entry in own)))
+
+
+def awaited(table: EntryTable, ticket: Ticket) -> tuple[float | None, bool]:
+    """Seconds until a lookup that waits looks again, None where others encode nothing for it; and whether all that it
+    lacks is its own request's to encode.
+    """
+    waits = [entry for entry in ticket.unsettled or () if entry.state is RESERVED and entry.owner is not ticket]
+    others = [e for e in waits if e.owner is None or e.owner.session is not ticket.session]
+    own = not others and bool(waits or ticket.with_status(ItemStatus.MISSING))
+    return min((table.lease_left(entry) for entry in others), default=None), own
 
 
 def wake(tickets: Iterable[Ticket]) -> None:

@@ -1,0 +1,76 @@
+"""What requests hold between their steps. No lock here: the ledger holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mmcache.items import MultimodalRequest
+from mmcache.ledger.budget import Budget
+from mmcache.ledger.records import Entry, Session, Ticket
+
+__all__ = ["Sessions"]
+
+
+class Sessions(dict[str, Session]):
+    """The requests that have looked something up and are not finished, by id; their pins."""
+
+    def __init__(self, budget: Budget) -> None:
+        super().__init__()
+        self._budget = budget
+
+    def unpin(self, session: Session, entries: Iterable[Entry]) -> None:
+        """The request no longer holds these, if it did."""
+        for entry in entries:
+            session.passed.pop(entry, None)
+            if entry in session.held:
+                del session.held[entry]
+                self._budget.unpin((entry,))
+
+    def commit(self, request: MultimodalRequest, num_tokens: int) -> None:
+        """The request needs no entry any more whose last row lies in its first `num_tokens` tokens."""
+        session = self.get(request.request_id)
+        if session is not None and session.held:
+            last_use = request._last_use
+            self._let_go(session, [e for e in session.held if last_use.get(e.identifier, 0) <= num_tokens])
+
+    def wait(self, request_id: str) -> None:
+        """The request waits in the engine's queue: while it does, others may need the room of what it holds."""
+        session = self.get(request_id)
+        if session is not None:
+            self._let_go(session, list(session.held))
+
+    def _let_go(self, session: Session, entries: Iterable[Entry]) -> None:
+        """Unpin, or where an open lookup has the entry, unpin when that ends."""
+        in_use = session.in_use()
+        for entry in entries:
+            if entry in in_use:
+                session.passed[entry] = None
+            else:
+                self.unpin(session, (entry,))
+
+    def end(self, ticket: Ticket) -> None:
+        """One of the request's lookups has ended."""
+        session = ticket.session
+        session.tickets.pop(ticket, None)
+        if session.passed:
+            in_use = session.in_use()
+            self.unpin(session, [entry for entry in session.passed if entry not in in_use])
+
+    def shrink(self, ticket: Ticket, dropped: Iterable[Entry]) -> None:
+        """A lookup no longer needs these: the pins that it brought go, unless another one needs them."""
+        session, pinned = ticket.session, ticket.pinned or []
+        for entry in dropped:
+            if entry in pinned:
+                pinned.remove(entry)
+                others = (other for other in session.tickets if other is not ticket)
+                if not any(entry in other.entries.values() for other in others):
+                    self.unpin(session, (entry,))
+
+    def drop(self, entry: Entry) -> list[Ticket]:
+        """Workers lost the entry: no request holds it; the open lookups that have it."""
+        users = []
+        for session in self.values():
+            session.held.pop(entry, None)
+            session.passed.pop(entry, None)
+            users += [ticket for ticket in session.tickets if entry in ticket.entries.values()]
+        return users
