@@ -282,6 +282,36 @@ def test_what_cannot_be_audited_is_one_line_and_exit_status_2(
     assert len(captured.err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "llava", "vision_config": 3},
+        {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model", "hidden_size": 33}},
+        {"model_type": "bert"},
+        {"model_type": "mllama"},
+        {},
+        "[",
+    ],
+    ids=repr,
+)
+def test_a_folder_with_a_config_that_makes_no_model_is_one_line_and_exit_status_2(
+    config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    assert main(["audit", "--model", str(tmp_path)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_folder_with_damaged_weights_is_one_line_and_exit_status_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers.AutoConfig.for_model("gemma3", **TINY["gemma3"]).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no weights at all")
+    assert main(["audit", "--model", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "cannot build gemma3" in line
+
+
 @pytest.mark.parametrize("content", ["[1]", '{"image_sizes": 3}', "{", '{"nobody": true}'])
 def test_a_config_file_that_is_none_is_an_error(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

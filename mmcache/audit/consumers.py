@@ -15,7 +15,7 @@ from mmcache.audit.report import AuditReport
 from mmcache.audit.samples import SAMPLES, Batch
 from mmcache.audit.tiny import TINY
 from mmcache.audit.verdicts import Auditor
-from mmcache.errors import ConfigError
+from mmcache.errors import ConfigError, MMCacheError
 from mmcache.models import OnDevice, family, field_configs, field_table
 
 __all__ = ["Subject", "audit_model", "load_subject"]
@@ -103,14 +103,20 @@ def audit_model(
         attention: the attention implementation to run.
 
     Raises:
-        ConfigError: transformers is missing, the model or a field of `marks` is unknown, the model cannot be built.
+        ConfigError: transformers is missing, the model or a field of `marks` is unknown, the model cannot be built or
+            its encoder does not run.
     """
     subject = load_subject(model, attention=attention)
     listed = {entry.name for entry in field_table(subject.model_type).fields}
     for name in marks or {}:
         if name not in listed:
             raise ConfigError("the family has no such field", field=name, expected=f"one of {sorted(listed)}")
-    return subject, subject.audit(marks or {})
+    try:
+        return subject, subject.audit(marks or {})
+    except MMCacheError:
+        raise
+    except Exception as error:  # the model's own, wherever its fields lie
+        raise ConfigError(f"the encoder of {subject.model_type} does not run: {_said(error)}") from error
 
 
 def load_subject(model: str | Path, *, attention: str = "sdpa") -> Subject:
@@ -124,8 +130,8 @@ def load_subject(model: str | Path, *, attention: str = "sdpa") -> Subject:
     if folder.is_dir() and (str(model) not in TINY or (folder / "config.json").is_file()):
         try:
             config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{folder} holds no config that transformers knows: {error}") from error
+        except Exception as error:  # a config that does not validate raises almost anything
+            raise ConfigError(f"{folder} holds no config that transformers knows: {_said(error)}") from error
         model_type = _model_type(config)
         if any((*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin"))):
             weights = folder
@@ -157,8 +163,13 @@ def _build(transformers: Any, config: Any, weights: Path | None, attention: str)
             if getattr(text, "layer_types", None):
                 text.layer_types = text.layer_types[:1]
         return transformers.AutoModel.from_config(config, attn_implementation=attention)
-    except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(f"transformers cannot build {config.model_type}: {error}") from error
+    except Exception as error:  # damaged weights and sizes that do not fit, in whatever way it is said
+        raise ConfigError(f"transformers cannot build {config.model_type}: {_said(error)}") from error
+
+
+def _said(error: Exception) -> str:
+    """An error of another library in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _model_type(config: Any) -> str:
