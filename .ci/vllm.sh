@@ -38,8 +38,31 @@ PY
 fi
 [[ ${1:-} != install ]] || exit 0
 
+# The next release's sources, to be compared and not to be run: its wheel is for machines with a GPU
+next=0.33.0
+sources="$venv/vllm-$next"
+if [[ ! -d $sources ]]; then
+    work=$(mktemp -d)
+    if "$venv/bin/pip" download --no-deps --only-binary=:all: --platform manylinux_2_28_x86_64 -d "$work" "vllm==$next"; then
+        "$venv/bin/python" - "$work" "$sources" <<'PY'
+import sys, zipfile
+from pathlib import Path
+
+parts = ("config/", "distributed/", "multimodal/", "platforms/", "v1/")
+wheel = zipfile.ZipFile(next(Path(sys.argv[1]).glob("*.whl")))
+wanted = [n for n in wheel.namelist() if n.endswith(".py") and n.removeprefix("vllm/").startswith((*parts, "__init__"))]
+wheel.extractall(sys.argv[2], wanted)
+PY
+    else
+        echo "vllm $next is not to be had here: its sources are not compared"
+    fi
+    rm -rf "$work"
+fi
+if [[ -d $sources ]]; then export VLLM_SOURCES=$sources; fi
+
 # Editable, for its entry point: `vllm.general_plugins` is how vLLM finds the connector
 "$venv/bin/pip" install --no-deps -e .
 
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 OMP_NUM_THREADS=1
-exec "$venv/bin/python" -m pytest -q -m vllm tests/test_vllm_interface.py tests/test_vllm_engine.py tests/test_vllm_server.py
+exec "$venv/bin/python" -m pytest -q -m vllm --durations=8 tests/test_vllm_source.py tests/test_vllm_interface.py \
+    tests/test_vllm_engine.py tests/test_vllm_server.py

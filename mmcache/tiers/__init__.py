@@ -1,7 +1,7 @@
 """Where encoded rows live beside the device: host memory, a local disk, Mooncake Store, Redis, or all of them."""
 
 from mmcache.tiers.claims import EncodeClaims
-from mmcache.tiers.counters import TieredStats, TierStats
+from mmcache.tiers.counters import LATENCY_BOUNDS, Latency, TieredStats, TierStats
 from mmcache.tiers.disk import DiskTier
 from mmcache.tiers.entry import Entry, EntryInfo, Expected, Key, decode_entry, encode_entry, read_header
 from mmcache.tiers.fetch import Fetch
@@ -13,6 +13,7 @@ from mmcache.tiers.redis import RedisTier
 from mmcache.tiers.tiered import TieredStore
 
 __all__ = [
+    "LATENCY_BOUNDS",
     "DiskTier",
     "EncodeClaims",
     "Entry",
@@ -20,6 +21,7 @@ __all__ = [
     "Expected",
     "Fetch",
     "Key",
+    "Latency",
     "MemoryTier",
     "MooncakeTier",
     "PutOutcome",

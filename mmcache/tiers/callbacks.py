@@ -31,6 +31,10 @@ class Callbacks:
         else:
             self._queue.put((function, arguments))
 
+    def forked(self) -> None:
+        """The thread is not in this process: calls are made right away."""
+        self._closed = True
+
     def close(self, timeout: float) -> None:
         """Stop after what was handed in so far."""
         self._closed = True

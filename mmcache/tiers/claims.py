@@ -12,9 +12,11 @@ from collections.abc import Iterable, Sequence
 from threading import Condition, Thread
 from typing import Any
 
-from mmcache.errors import ConfigError, TierError
+from mmcache.errors import TierError
+from mmcache.tiers.arguments import check_seconds, keys_of
 from mmcache.tiers.breaker import CircuitBreaker
 from mmcache.tiers.entry import Key
+from mmcache.tiers.lifetime import forked_with
 from mmcache.tiers.redis import connect
 
 __all__ = ["EncodeClaims"]
@@ -33,7 +35,8 @@ class EncodeClaims:
 
     Who does not get a claim looks for the rows in the tiers and claims again from time to time: the holder either
     stores the rows and releases, or dies, and then its lease runs out and exactly one of the others gets the claim. A
-    server that cannot be reached grants everything: encoding twice is slower, and not wrong.
+    server that cannot be reached grants everything: encoding twice is slower, and not wrong. Once this is closed,
+    everything is granted, too. A forked child has none of its parent's claims, and may make its own.
 
     Args:
         url: of the Redis server, as for `RedisTier`.
@@ -45,23 +48,31 @@ class EncodeClaims:
     """
 
     def __init__(self, url: str, *, lease_seconds: float = 10.0, timeout: float = 1.0) -> None:
-        for field, value in (("lease_seconds", lease_seconds), ("timeout", timeout)):
-            if value <= 0:
-                raise ConfigError("must be positive", field=field, found=value, expected="> 0")
+        check_seconds("lease_seconds", lease_seconds)
+        check_seconds("timeout", timeout)
         self._client, self._error = connect(url, timeout)
-        self._breaker = CircuitBreaker()
         self._lease_ms = max(1, int(lease_seconds * 1000))
+        self._closed = False
+        self.forked()
+        forked_with(self)
+
+    def forked(self) -> None:
+        """Begin as the process that this is now: without claims, and without a thread that renews them."""
+        self._breaker = CircuitBreaker()
         self._token = uuid.uuid4().hex
         self._condition = Condition()
         self._held: dict[Key, None] = {}
-        self._closed = False
-        self._thread = Thread(target=self._renew_all, name="mmcache-claims", daemon=True)
-        self._thread.start()
+        self._thread: Thread | None = None
 
     def claim(self, keys: Iterable[Key]) -> set[Key]:
         """Those of the keys that are this process's to encode; one round trip. Release them afterwards."""
-        keys = list(dict.fromkeys(keys))
+        keys = list(dict.fromkeys(keys_of(keys)))
         with self._condition:
+            if self._closed:
+                return set(keys)
+            if self._thread is None:
+                self._thread = Thread(target=self._renew_all, name="mmcache-claims", daemon=True)
+                self._thread.start()
             asked = [key for key in keys if key not in self._held]
         granted = set(keys).difference(asked)
         replies = self._run([("SET", _name(key), self._token, "NX", "PX", self._lease_ms) for key in asked])
@@ -73,6 +84,7 @@ class EncodeClaims:
 
     def release(self, keys: Iterable[Key]) -> None:
         """Give claims up: the rows are stored, or will not be. Keys that are not held are ignored."""
+        keys = keys_of(keys)
         with self._condition:
             given_up = [key for key in keys if self._held.pop(key, self._held) is None]
         self._run([("EVAL", _RELEASE, 1, _name(key), self._token) for key in given_up])
@@ -84,7 +96,8 @@ class EncodeClaims:
             self._closed = True
             self._condition.notify()
         self.release(held)
-        self._thread.join(1.0)
+        if self._thread is not None:
+            self._thread.join(1.0)
         self._client.close()
 
     def _renew_all(self) -> None:

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
 from threading import Lock
 
-__all__ = ["Counters", "TierStats", "TieredStats"]
+__all__ = ["LATENCY_BOUNDS", "Counters", "Latency", "TierStats", "TieredStats"]
+
+LATENCY_BOUNDS = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+"""Seconds that the spans of a `Latency` end with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """How long a tier's calls took, failed ones included.
+
+    Attributes:
+        counts: calls that took at most the bound of that place in `LATENCY_BOUNDS` and more than the one before; the
+            last are those longer than all.
+        seconds: of all calls together.
+    """
+
+    counts: tuple[int, ...]
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +54,8 @@ class TierStats:
         queued_bytes: waiting to be written.
         opened: how often a breaker opened.
         reasons: why entries were damaged.
+        reads: calls that asked the tier for rows; one call asks for the keys of all fetches that wait.
+        writes: calls that gave it rows.
     """
 
     name: str
@@ -57,6 +77,8 @@ class TierStats:
     queued_bytes: int
     opened: int
     reasons: dict[str, int]
+    reads: Latency
+    writes: Latency
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +110,29 @@ class Counters:
     def __init__(self) -> None:
         self._lock = Lock()
         self._counts: Counter[str] = Counter()
+        self._calls: dict[str, list[int]] = {}
+        self._seconds: dict[str, float] = {}
+
+    def forked(self) -> None:
+        """Another thread of the parent's may have held the lock."""
+        self._lock = Lock()
 
     def add(self, **amounts: int) -> None:
         """Add to counters by name."""
         with self._lock:
             self._counts.update(amounts)
+
+    def timed(self, name: str, seconds: float) -> None:
+        """Count a call of that name by how long it took."""
+        with self._lock:
+            calls = self._calls.setdefault(name, [0] * (len(LATENCY_BOUNDS) + 1))
+            calls[bisect_left(LATENCY_BOUNDS, seconds)] += 1
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def latency(self, name: str) -> Latency:
+        """Calls of that name."""
+        with self._lock:
+            return Latency(tuple(self._calls.get(name, [0] * (len(LATENCY_BOUNDS) + 1))), self._seconds.get(name, 0.0))
 
     def read(self) -> Counter[str]:
         """All counters, of one moment."""

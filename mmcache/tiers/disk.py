@@ -24,10 +24,12 @@ from pathlib import Path
 from threading import Lock
 
 from mmcache.errors import ConfigError, TierError
+from mmcache.tiers.arguments import check_entries, check_name, check_whole, keys_of
 from mmcache.tiers.disk_files import EntryFiles
 from mmcache.tiers.disk_index import DiskIndex, IndexRow, Notes
 from mmcache.tiers.disk_recovery import announce_owner, drop_dead_reservations, recover, start_anew
 from mmcache.tiers.entry import Entry, Key, check_pinning, host_bytes
+from mmcache.tiers.lifetime import forked_with
 from mmcache.tiers.protocol import PutOutcome, StoredEntry, TierUsage
 
 __all__ = ["DiskTier"]
@@ -58,16 +60,18 @@ class DiskTier:
 
     def __init__(
         self,
-        directory: str | Path,
+        directory: str | os.PathLike[str],
         capacity_bytes: int,
         *,
         pinned: bool = False,
         one_trust_domain: bool = False,
         name: str = "disk",
     ) -> None:
-        if capacity_bytes <= 0:
-            raise ConfigError("a tier needs room", field="capacity_bytes", found=capacity_bytes, expected="> 0")
+        check_whole("capacity_bytes", capacity_bytes)
+        check_name(name)
         check_pinning(pinned)
+        if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
+            raise ConfigError("not a directory", field="directory", found=repr(directory), expected="a path")
         self.name = name
         self.directory = Path(directory)
         self._capacity = capacity_bytes
@@ -81,7 +85,8 @@ class DiskTier:
         self._owner_fd = -1
         self._opened_before = False
         self._closed = False
-        self._pid = os.getpid()
+        self._forked = False
+        forked_with(self)
         try:
             self._opened()
         except TierError as error:
@@ -97,6 +102,7 @@ class DiskTier:
 
     def contains_many(self, keys: Sequence[Key]) -> dict[Key, int]:
         """See `Tier`. One `stat` a key; the index is not asked."""
+        keys = keys_of(keys)
         self._check_open()
         found = {}
         for key in keys:
@@ -106,6 +112,7 @@ class DiskTier:
 
     def get_many(self, keys: Sequence[Key]) -> dict[Key, Entry]:
         """See `Tier`. One read a key, straight into the buffer that is returned."""
+        keys = keys_of(keys)
         self._check_open()
         found = {}
         lost = []
@@ -129,6 +136,7 @@ class DiskTier:
 
     def put_many(self, entries: Mapping[Key, Entry]) -> PutOutcome:
         """See `Tier`. Two transactions for all of them; entries that are there already are left as they are."""
+        check_entries(entries)
         fitting = {key.name: key for key, entry in entries.items() if entry.nbytes <= self._capacity}
         if not fitting:
             return PutOutcome(frozenset())
@@ -151,7 +159,7 @@ class DiskTier:
 
     def remove_many(self, keys: Sequence[Key]) -> int:
         """See `Tier`."""
-        return self._remove([key.name for key in keys])
+        return self._remove([key.name for key in keys_of(keys)])
 
     def clear(self, namespace: str | None = None) -> int:
         """See `Tier`."""
@@ -164,6 +172,7 @@ class DiskTier:
 
     def prune(self, target_bytes: int) -> int:
         """Evict entries, least recently used first, until all take at most `target_bytes`; the number evicted."""
+        check_whole("target_bytes", target_bytes, least=0)
         with self._changing() as (index, db):
             return len(index.evict(db, target_bytes, self._files.unlink))
 
@@ -205,11 +214,18 @@ class DiskTier:
 
     def close(self) -> None:
         """Give up the directory; entries stay."""
-        if not self._closed:
+        if not self._closed and not self._forked:
             self._settle()
-            self._closed = True
             with self._opening:
                 self._let_go()
+        self._closed = True
+
+    def forked(self) -> None:
+        """This is a forked child, to which neither SQLite's connections nor the owner's mark belong. Its copy of the
+        descriptor goes: as long as it is open, the parent counts as alive."""
+        self._forked = True
+        if self._owner_fd >= 0:
+            os.close(self._owner_fd)
 
     # -- opening
 
@@ -337,7 +353,7 @@ class DiskTier:
     def _check_open(self) -> None:
         if self._closed:
             raise TierError("the tier is closed", field=self.name)
-        if os.getpid() != self._pid:  # neither SQLite's connections nor the owner's lock are a child's to use
+        if self._forked:
             raise TierError("the tier was opened in another process; open it after the fork", field=self.name)
 
 

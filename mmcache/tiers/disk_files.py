@@ -7,9 +7,12 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from mmcache.tiers.entry import Entry, Key, header_bytes, host_bytes, writable_view
+from mmcache.errors import DamagedEntryError
+from mmcache.tiers.entry import Entry, Key, header_bytes, host_bytes, read_header, writable_view
 
 __all__ = ["EntryFiles"]
+
+_LARGE = 64 << 20
 
 
 class EntryFiles:
@@ -78,10 +81,15 @@ class EntryFiles:
             raise
 
     def read(self, key: Key) -> Entry:
-        """A file's bytes, whatever they are: one call, so that a file cut short is a short read and no signal."""
+        """A file's bytes, whatever they are: one call, so that a file cut short is a short read and no signal.
+
+        A large one, for which memory might not be had, is not read unless its header says that it is so large.
+        """
         fd = os.open(self.path(key.name), os.O_RDONLY | os.O_CLOEXEC)
         try:
             size = os.fstat(fd).st_size
+            if size > _LARGE and not _says(os.pread(fd, header_bytes(key), 0), size):
+                return Entry(b"", host_bytes(0))  # grown to any size, perhaps with holes: no memory is taken for it
             header = bytearray(min(size, header_bytes(key)))
             payload = host_bytes(max(0, min(size, self._largest) - len(header)), pinned=self._pinned)
             view = writable_view(payload)
@@ -94,6 +102,13 @@ class EntryFiles:
         finally:
             os.close(fd)
         return Entry(bytes(header), payload if done == len(view) else payload[: max(0, done)])
+
+
+def _says(header: bytes, size: int) -> bool:
+    try:
+        return read_header(header).nbytes == size
+    except DamagedEntryError:
+        return False
 
 
 def _write_all(fd: int, parts: list[memoryview]) -> None:

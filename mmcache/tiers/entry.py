@@ -74,17 +74,20 @@ class Key:
         identifier: content identifier, at most 4096 bytes of UTF-8; opaque.
 
     Raises:
-        ConfigError: the namespace is no fingerprint, or the identifier is empty or too long.
+        ConfigError: the namespace is no fingerprint, or the identifier is no text, empty or too long.
     """
 
     namespace: str
     identifier: str
 
     def __post_init__(self) -> None:
-        if len(self.namespace) != 64 or self.namespace.strip("0123456789abcdef"):
+        space = self.namespace
+        if not isinstance(space, str) or len(space) != 64 or space.strip("0123456789abcdef"):
             raise ConfigError(
-                "not a namespace fingerprint", field="namespace", found=repr(self.namespace), expected="64 hex digits"
+                "not a namespace fingerprint", field="namespace", found=repr(space), expected="64 hex digits"
             )
+        if not isinstance(self.identifier, str):
+            raise ConfigError("not an identifier", field="identifier", found=repr(self.identifier), expected="text")
         size = len(self.identifier.encode("utf-8", "surrogatepass"))
         if not 0 < size <= MAX_IDENTIFIER_BYTES:
             raise ConfigError(
@@ -140,11 +143,25 @@ class EntryInfo:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What rows must be to be of use to the asker (None: whatever they are). Others are a miss, and are dropped."""
+    """What rows must be to be of use to the asker (None: whatever they are). Others are a miss, and are dropped.
+
+    Raises:
+        ConfigError: a count is no whole number, or negative, or the dtype is none.
+    """
 
     rows: int | None = None
     width: int | None = None
     dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("rows", "width"):
+            count = getattr(self, field)
+            if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):
+                raise ConfigError(
+                    "not a count", field=field, found=repr(count), expected="a whole number >= 0, or None"
+                )
+        if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
+            raise ConfigError("not a dtype", field="dtype", found=repr(self.dtype), expected="a torch.dtype, or None")
 
     def fits(self, rows: Tensor) -> bool:
         """Whether rows `[num_embeds, width]` are of use."""
@@ -186,23 +203,26 @@ def encode_entry(key: Key, rows: Tensor, *, levels: int = 1) -> Entry:
         levels: into how many equal levels the width divides (DeepStack models); 1 elsewhere.
 
     Raises:
-        EmbeddingError: not two-dimensional, not on the CPU, of a dtype that is not stored, or levels that do not
-            divide the width.
+        ConfigError: the key is no `Key`.
+        EmbeddingError: not a tensor, not two-dimensional and dense, not on the CPU, of a dtype that is not stored, or
+            levels that do not divide the width.
     """
-    if rows.ndim != 2 or rows.device.type != "cpu":
+    if not isinstance(key, Key):
+        raise ConfigError("not a key", field="key", found=repr(key), expected="a `Key`")
+    if not isinstance(rows, Tensor) or rows.ndim != 2 or rows.layout != torch.strided or rows.device.type != "cpu":
         raise EmbeddingError(
             "only rows on the CPU are stored",
-            found=f"{list(rows.shape)} on {rows.device}",
-            expected="[num_embeds, width] on cpu",
+            found=f"{list(rows.shape)} on {rows.device}" if isinstance(rows, Tensor) else type(rows).__name__,
+            expected="a dense tensor [num_embeds, width] on cpu",
         )
     code = _CODES.get(rows.dtype)
     if code is None:
         raise EmbeddingError(
             "rows of this dtype are not stored", found=rows.dtype, expected=", ".join(str(d) for d in _CODES)
         )
-    if not 1 <= levels <= 0xFFFF or rows.shape[1] % levels:
+    if not isinstance(levels, int) or not 1 <= levels <= 0xFFFF or rows.shape[1] % levels:
         raise EmbeddingError(
-            "levels do not divide the width", found=f"{levels} levels", expected=f"a divisor of {rows.shape[1]}"
+            "levels do not divide the width", found=f"{levels!r} levels", expected=f"a divisor of {rows.shape[1]}"
         )
     payload = _as_bytes(rows.detach())
     identifier = key.identifier.encode("utf-8", "surrogatepass")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -14,7 +15,9 @@ from mmcache.tiers.redis import RedisTier
 __all__ = ["open_tier"]
 
 
-def open_tier(location: str, *, capacity_bytes: int | None = None, one_trust_domain: bool = False) -> Tier:
+def open_tier(
+    location: str | os.PathLike[str], *, capacity_bytes: int | None = None, one_trust_domain: bool = False
+) -> Tier:
     """The tier at a location.
 
     Args:
@@ -25,6 +28,10 @@ def open_tier(location: str, *, capacity_bytes: int | None = None, one_trust_dom
     Raises:
         ConfigError: an unknown scheme, an address that cannot be read, or an extra that is missing.
     """
+    if not isinstance(location, str):
+        if not isinstance(location, os.PathLike):
+            raise ConfigError("not a location", field="location", found=repr(location), expected="a directory or a URL")
+        location = os.fspath(location)
     scheme = urlsplit(location).scheme if "://" in location else ""
     if scheme in ("redis", "rediss", "unix"):
         return RedisTier(location, one_trust_domain=one_trust_domain)

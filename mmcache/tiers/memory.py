@@ -7,7 +7,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from threading import Lock
 
-from mmcache.errors import ConfigError, TierError
+from mmcache.errors import TierError
+from mmcache.tiers.arguments import check_entries, check_name, check_whole, keys_of
 from mmcache.tiers.entry import Entry, Key, check_pinning, host_bytes
 from mmcache.tiers.protocol import PutOutcome, StoredEntry, TierUsage
 
@@ -26,14 +27,14 @@ class MemoryTier:
         name: name for counters and events.
 
     Raises:
-        ConfigError: the budget is not positive.
+        ConfigError: the budget is not positive, or memory cannot be page-locked.
     """
 
     shared = False
 
     def __init__(self, capacity_bytes: int, *, pinned: bool = False, name: str = "memory") -> None:
-        if capacity_bytes <= 0:
-            raise ConfigError("a tier needs room", field="capacity_bytes", found=capacity_bytes, expected="> 0")
+        check_whole("capacity_bytes", capacity_bytes)
+        check_name(name)
         check_pinning(pinned)
         self.name = name
         self._capacity = capacity_bytes
@@ -45,12 +46,14 @@ class MemoryTier:
 
     def contains_many(self, keys: Sequence[Key]) -> dict[Key, int]:
         """See `Tier`."""
+        keys = keys_of(keys)
         with self._lock:
             self._check_open()
             return {key: self._entries[key][0].nbytes for key in keys if key in self._entries}
 
     def get_many(self, keys: Sequence[Key]) -> dict[Key, Entry]:
         """See `Tier`."""
+        keys = keys_of(keys)
         now = time.time()
         found = {}
         with self._lock:
@@ -64,6 +67,7 @@ class MemoryTier:
 
     def put_many(self, entries: Mapping[Key, Entry]) -> PutOutcome:
         """See `Tier`."""
+        check_entries(entries)
         fitting = {key: entry for key, entry in entries.items() if entry.nbytes <= self._capacity}
         fitting = {key: self._own(entry) for key, entry in fitting.items()}
         now = time.time()
@@ -82,6 +86,7 @@ class MemoryTier:
 
     def remove_many(self, keys: Sequence[Key]) -> int:
         """See `Tier`."""
+        keys = keys_of(keys)
         with self._lock:
             self._check_open()
             return sum(self._drop(key) for key in keys)

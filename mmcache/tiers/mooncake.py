@@ -19,7 +19,9 @@ from typing import Any
 from torch import Tensor
 
 from mmcache.errors import ConfigError, TierError, UnsupportedError
+from mmcache.tiers.arguments import check_entries, check_name, check_seconds, check_whole, keys_of
 from mmcache.tiers.entry import Entry, Key, check_pinning, header_bytes, host_bytes, writable_view
+from mmcache.tiers.lifetime import forked_with
 from mmcache.tiers.protocol import PutOutcome, StoredEntry, TierUsage
 from mmcache.tiers.remote import DEFAULT_LARGEST_ENTRY, key_prefix, remote_name
 
@@ -50,7 +52,7 @@ class MooncakeTier:
         name: name for counters and events.
 
     Raises:
-        ConfigError: the address cannot be read, or the Mooncake package is missing.
+        ConfigError: the address cannot be read, a number cannot be, or the Mooncake package is missing.
     """
 
     def __init__(
@@ -69,13 +71,18 @@ class MooncakeTier:
         pinned: bool = False,
         name: str = "mooncake",
     ) -> None:
-        host, _, port = master.rpartition(":")
-        if not host or not port.isdigit():
+        host, _, port = master.rpartition(":") if isinstance(master, str) else ("", "", "")
+        if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise ConfigError("not an address", field="master", found=repr(master), expected="host:port")
         try:
             make = import_module("mooncake.store").MooncakeDistributedStore
         except ImportError as error:
             raise ConfigError("Mooncake needs an extra: pip install mmcache[mooncake]", field="mooncake") from error
+        check_whole("segment_bytes", segment_bytes, least=0)
+        check_whole("buffer_bytes", buffer_bytes)
+        check_whole("largest_entry", largest_entry)
+        check_seconds("timeout", timeout)
+        check_name(name)
         check_pinning(pinned)
         self.name = name
         self.shared = not one_trust_domain
@@ -98,14 +105,18 @@ class MooncakeTier:
         self._calls = 0
         self._idle = Condition()
         self._closed = False
+        self._forked = False
+        forked_with(self)
 
     def contains_many(self, keys: Sequence[Key]) -> dict[Key, int]:
         """See `Tier`. What a dead process held may be listed for some seconds more."""
+        keys = keys_of(keys)
         with self._client() as store:
             return self._sizes(store, keys)
 
     def get_many(self, keys: Sequence[Key]) -> dict[Key, Entry]:
         """See `Tier`. One request for the sizes and one for the data, whatever the number of keys."""
+        keys = keys_of(keys)
         with self._client() as store:
             sizes = self._sizes(store, keys)
             entries = {
@@ -130,6 +141,7 @@ class MooncakeTier:
 
     def put_many(self, entries: Mapping[Key, Entry]) -> PutOutcome:
         """See `Tier`. What is there stays as it is."""
+        check_entries(entries)
         fitting = {key: entry for key, entry in entries.items() if entry.nbytes <= self._largest}
         if not fitting:
             return PutOutcome(frozenset())
@@ -148,6 +160,7 @@ class MooncakeTier:
 
     def remove_many(self, keys: Sequence[Key]) -> int:
         """See `Tier`. By force: a reader's lease does not keep an entry that is to go (checksums tell it)."""
+        keys = keys_of(keys)
         if not keys:
             return 0
         with self._client() as store:
@@ -175,8 +188,14 @@ class MooncakeTier:
         with self._client():
             return TierUsage(None, None, None)
 
+    def forked(self) -> None:
+        """This is a forked child, in which the client's threads are not: it must not be called, nor closed."""
+        self._forked = True
+
     def close(self) -> None:
         """Leave the cluster; what this process held for it is lost. Waits some seconds for calls that are under way."""
+        if self._forked:
+            return
         with self._idle:
             self._closed = True
             if not self._idle.wait_for(lambda: self._calls == 0, _CLOSE_SECONDS):
@@ -188,6 +207,8 @@ class MooncakeTier:
 
     @contextmanager
     def _client(self) -> Iterator[Any]:
+        if self._forked:
+            raise TierError("the tier was made in another process; make it after the fork", field=self.name)
         with self._idle:
             if self._closed:
                 raise TierError("the tier is closed", field=self.name)

@@ -126,7 +126,9 @@ class TierReader:
         failed: dict[Key, None] = {}
         for start in range(0, len(keys), _KEYS_A_CALL):
             part = keys[start : start + _KEYS_A_CALL]
+            began = time.monotonic()
             got = self._call(self._tier.get_many, part)
+            self._counters.timed("read", time.monotonic() - began)
             if got is None:
                 failed |= dict.fromkeys(part)
             else:

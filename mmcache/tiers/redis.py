@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mmcache.errors import ConfigError, DamagedEntryError, TierError
+from mmcache.tiers.arguments import check_entries, check_name, check_seconds, check_whole, keys_of
 from mmcache.tiers.entry import MAX_IDENTIFIER_BYTES, Entry, Key, check_pinning, join_entry, read_header, split_entry
 from mmcache.tiers.protocol import PutOutcome, StoredEntry, TierUsage
 from mmcache.tiers.remote import DEFAULT_LARGEST_ENTRY, key_prefix, remote_name
@@ -47,9 +48,10 @@ class RedisTier:
         pinned: bool = False,
         name: str = "redis",
     ) -> None:
-        for field, value in (("ttl_seconds", ttl_seconds), ("timeout", timeout), ("largest_entry", largest_entry)):
-            if value <= 0:
-                raise ConfigError("must be positive", field=field, found=value, expected="> 0")
+        check_seconds("ttl_seconds", ttl_seconds)
+        check_seconds("timeout", timeout)
+        check_whole("largest_entry", largest_entry)
+        check_name(name)
         check_pinning(pinned)
         self.name = name
         self.shared = not one_trust_domain
@@ -61,11 +63,13 @@ class RedisTier:
 
     def contains_many(self, keys: Sequence[Key]) -> dict[Key, int]:
         """See `Tier`."""
+        keys = keys_of(keys)
         sizes = self._run([("STRLEN", remote_name(key)) for key in keys])
         return {key: size for key, size in zip(keys, sizes, strict=True) if isinstance(size, int) and size}
 
     def get_many(self, keys: Sequence[Key]) -> dict[Key, Entry]:
         """See `Tier`. A hit also renews the entry's lifetime, in the same round trip."""
+        keys = keys_of(keys)
         commands: list[tuple[Any, ...]] = []
         for key in keys:
             name = remote_name(key)
@@ -82,6 +86,7 @@ class RedisTier:
 
     def put_many(self, entries: Mapping[Key, Entry]) -> PutOutcome:
         """See `Tier`. Replaces."""
+        check_entries(entries)
         fitting = {key: entry for key, entry in entries.items() if entry.nbytes <= self._largest}
         replies = self._run(
             [("SET", remote_name(key), join_entry(entry), "PX", self._ttl_ms) for key, entry in fitting.items()]
@@ -93,7 +98,7 @@ class RedisTier:
 
     def remove_many(self, keys: Sequence[Key]) -> int:
         """See `Tier`."""
-        return sum(reply for reply in self._run([("UNLINK", remote_name(key)) for key in keys]) if reply == 1)
+        return sum(reply for reply in self._run([("UNLINK", remote_name(key)) for key in keys_of(keys)]) if reply == 1)
 
     def clear(self, namespace: str | None = None) -> int:
         """See `Tier`."""
@@ -185,6 +190,8 @@ def connect(url: str, timeout: float) -> tuple[Any, tuple[type[Exception], ...]]
         from redis.retry import Retry
     except ImportError as error:
         raise ConfigError("Redis needs an extra: pip install mmcache[redis]", field="redis") from error
+    if not isinstance(url, str):
+        raise ConfigError("not a Redis URL", field="url", found=type(url).__name__, expected="redis:// or rediss://")
     try:
         client = redis.Redis.from_url(
             url,

@@ -8,24 +8,28 @@ known ──► what was learned of the tiers, no I/O
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 
+import torch
 from torch import Tensor
 
-from mmcache.errors import ConfigError
+from mmcache.errors import ConfigError, EmbeddingError, TierError
 from mmcache.namespaces import Namespace, namespace_fingerprint, require_trusted_digests
+from mmcache.tiers.arguments import check_callable, check_seconds, check_whole, keys_of, patience, wanted_of
 from mmcache.tiers.callbacks import Callbacks
-from mmcache.tiers.counters import Counters, TieredStats, TierStats
+from mmcache.tiers.counters import Counters, TieredStats
 from mmcache.tiers.entry import MAX_IDENTIFIER_BYTES, Expected, Key
 from mmcache.tiers.fetch import Ask, Fetch, OnDone
 from mmcache.tiers.knowledge import Knowledge
+from mmcache.tiers.lane import Lane
+from mmcache.tiers.lifetime import call_at_exit, forked_with
 from mmcache.tiers.pending import PendingRows
-from mmcache.tiers.protocol import Tier
+from mmcache.tiers.protocol import Tier, TierUsage
 from mmcache.tiers.reader import Found, TierReader
 from mmcache.tiers.timers import Timers
 from mmcache.tiers.writer import TierWriter
@@ -34,7 +38,6 @@ __all__ = ["OnEvent", "TieredStore"]
 
 _log = logging.getLogger("mmcache.tiers")
 
-_ASK_AGAIN_SECONDS = 1.0
 _LONG_IDENTIFIER = 4000
 
 OnEvent = Callable[[str, str, str, str], None]
@@ -46,7 +49,8 @@ class TieredStore:
 
     No method but `fetch` and `flush` waits for anything, and none raises because of a tier: what a tier does not give
     in time, or gives damaged, is missing. Rows that are given and that are returned are shared, not copied: nobody may
-    write to them afterwards. Make one store a process; threads do not survive a fork.
+    write to them afterwards. A store that is closed finds nothing and takes nothing. It closes itself when its process
+    ends; in a forked child, where its threads are not, it is closed from the start.
 
     Args:
         tiers: in the order in which they are asked; the store owns and closes them.
@@ -57,7 +61,7 @@ class TieredStore:
 
     Raises:
         ConfigError: no tiers, two of one name, a number that is not positive, or a namespace that a shared tier
-            refuses.
+            refuses. Methods raise it, too, for keys that are none and the like, before anything has changed.
     """
 
     def __init__(
@@ -69,12 +73,14 @@ class TieredStore:
         write_behind_bytes: int = 256 << 20,
         on_event: OnEvent | None = None,
     ) -> None:
+        if not isinstance(tiers, Sequence) or not all(isinstance(tier, Tier) for tier in tiers):
+            raise ConfigError("not tiers", field="tiers", found=repr(tiers), expected="a sequence of `Tier`")
         names = [tier.name for tier in tiers]
         if not names or len(set(names)) != len(names):
             raise ConfigError("tiers need names of their own", field="tiers", found=names, expected="one or more")
-        for field, value in (("deadline", deadline), ("write_behind_bytes", write_behind_bytes)):
-            if value <= 0:
-                raise ConfigError("must be positive", field=field, found=value, expected="> 0")
+        check_seconds("deadline", deadline)
+        check_whole("write_behind_bytes", write_behind_bytes)
+        check_callable("on_event", on_event)
         for tier in tiers:
             if tier.shared:
                 require_trusted_digests(namespace, store=f"tier {tier.name!r}")
@@ -86,14 +92,16 @@ class TieredStore:
         self._timers = Timers("mmcache-tiers-timers")
         self._lanes = [self._lane(tier, deadline, write_behind_bytes) for tier in tiers]
         self._closed = False
-        # Threads that are in torch's code when the interpreter ends would abort the process.
-        atexit.register(self.close)
+        self._do_not_close_at_exit = call_at_exit(self.close)
+        forked_with(self)
 
     def key(self, identifier: str, *, salt: str | None = None, adapter: str | None = None) -> Key:
         """The key of a content identifier under this store's namespace and a request's salt and adapter.
 
         An identifier of more than 4000 bytes, which tiers do not keep, is known by its SHA-256.
         """
+        if not isinstance(identifier, str):
+            raise ConfigError("not an identifier", field="identifier", found=repr(identifier), expected="text")
         if len(identifier) > _LONG_IDENTIFIER // 4:  # characters have up to four bytes
             data = identifier.encode("utf-8", "surrogatepass")
             if len(data) > _LONG_IDENTIFIER:
@@ -108,11 +116,12 @@ class TieredStore:
 
         A key that is not in the answer may be stored all the same (`learn`); one that is may be gone when fetched.
         """
-        keys = tuple(keys)
+        keys = keys_of(keys)
         return {key for lane in self._lanes for key in lane.offered(keys)}
 
-    def learn(self, keys: Sequence[Key]) -> None:
+    def learn(self, keys: Iterable[Key]) -> None:
         """Ask all tiers, in the background and in one batch each, which keys they hold; `known` answers later."""
+        keys = keys_of(keys)
         for lane in self._lanes:
             unasked = set(keys).difference(lane.offered(keys), lane.asked.held(keys))
             if unasked and not self._closed:
@@ -126,7 +135,8 @@ class TieredStore:
             keys: what to fetch, with what the rows must be where that is known.
             on_done: called once, on a thread of the store, with everything that was found; not called when cancelled.
         """
-        expected = dict(keys) if isinstance(keys, Mapping) else dict.fromkeys(keys)
+        expected = wanted_of(keys)
+        check_callable("on_done", on_done)
         fetch = Fetch(expected, on_done, self._cancel)
         self._counters.add(lookups=len(expected))
         waiting = self._waiting_rows(expected)
@@ -143,9 +153,17 @@ class TieredStore:
             rows: `[num_embeds, width]`, a floating dtype, on any device; kept alive until they are written, beside
                 whatever budget they lived under.
             levels: into how many equal levels the width divides (DeepStack models).
+
+        Raises:
+            EmbeddingError: the rows are no tensor. What cannot be stored of tensors is refused and counted.
         """
+        keys_of((key,))
+        check_whole("levels", levels)
+        if not isinstance(rows, Tensor):
+            raise EmbeddingError("rows are a tensor", found=type(rows).__name__, expected="[num_embeds, width]")
         self._counters.add(puts=1)
-        if self._closed or rows.ndim != 2 or not rows.is_floating_point():
+        storable = rows.ndim == 2 and rows.is_floating_point() and rows.layout == torch.strided
+        if self._closed or not storable:
             self._counters.add(refused=1)
             return
         lanes = [lane for lane in self._lanes if not lane.offered((key,))]
@@ -156,13 +174,14 @@ class TieredStore:
 
     def remove(self, keys: Iterable[Key]) -> None:
         """Remove rows from all tiers. They are not found any more from now on; tiers that are down take it later."""
-        keys = list(keys)
-        for lane in self._lanes:
+        keys = keys_of(keys)
+        for lane in self._open_lanes():
             lane.writer.remove(keys)
 
     def clear(self, fingerprint: str) -> None:
         """Remove everything under a namespace fingerprint (`Key.namespace`), whoever stored it; as `remove` else."""
-        for lane in self._lanes:
+        Key(fingerprint, "any")  # a namespace that is none is an error
+        for lane in self._open_lanes():
             lane.writer.clear(fingerprint)
 
     def stats(self) -> TieredStats:
@@ -178,6 +197,18 @@ class TieredStore:
             tuple(lane.stats() for lane in self._lanes),
         )
 
+    def usage(self) -> dict[str, TierUsage]:
+        """How full each tier is, by name. They are asked, one after the other: not for a scheduler's path.
+
+        A tier that fails, or is left alone after failures, is not in it.
+        """
+        found = {}
+        for lane in self._open_lanes():
+            if lane.reader.breaker.closed:
+                with suppress(TierError):
+                    found[lane.tier.name] = lane.tier.usage()
+        return found
+
     # -- the worker's side
 
     def fetch(
@@ -189,6 +220,7 @@ class TieredStore:
             rows by key, `[num_embeds, width]`, on the CPU unless they still wait to be written. What is not in it is
             missing: encode it.
         """
+        timeout = patience(timeout)
         fetch = self.prefetch(keys)
         found = fetch.wait(timeout)
         fetch.cancel()
@@ -196,7 +228,11 @@ class TieredStore:
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until what was put and removed so far is in the tiers, or dropped; False if `timeout` seconds do not
-        suffice."""
+        suffice. A closed store has nothing to wait for."""
+        timeout = patience(timeout)
+        return self._closed or self._flush(timeout)
+
+    def _flush(self, timeout: float | None) -> bool:
         end = None if timeout is None else time.monotonic() + timeout
         done = [lane.writer.flush(None if end is None else max(0.0, end - time.monotonic())) for lane in self._lanes]
         return all(done)
@@ -208,10 +244,11 @@ class TieredStore:
         """
         if self._closed:
             return
+        check_seconds("timeout", timeout)
         self._closed = True
-        atexit.unregister(self.close)
+        self._do_not_close_at_exit()
         end = time.monotonic() + timeout
-        self.flush(timeout)
+        self._flush(timeout)
         for lane in self._lanes:
             left = max(0.1, end - time.monotonic())
             stopped = lane.reader.close(left)
@@ -232,7 +269,17 @@ class TieredStore:
 
     # -- inside
 
-    def _lane(self, tier: Tier, deadline: float, write_behind_bytes: int) -> _Lane:
+    def forked(self) -> None:
+        """This is a forked child: see the class. Called before anything else runs in it."""
+        self._closed = True
+        self._callbacks.forked()
+        for counters in (self._counters, *(lane.counters for lane in self._lanes)):
+            counters.forked()
+
+    def _open_lanes(self) -> list[Lane]:
+        return [] if self._closed else self._lanes
+
+    def _lane(self, tier: Tier, deadline: float, write_behind_bytes: int) -> Lane:
         counters, knowledge = Counters(), Knowledge()
         reader = TierReader(
             tier,
@@ -252,11 +299,11 @@ class TieredStore:
             on_stored=lambda keys: self._tell("stored", tier.name, keys),
             on_removed=lambda keys: self._tell("removed", tier.name, keys),
         )
-        return _Lane(tier, reader, writer, knowledge, counters)
+        return Lane(tier, reader, writer, knowledge, counters)
 
     def _waiting_rows(self, expected: Mapping[Key, Expected | None]) -> dict[Key, Tensor]:
         found = {}
-        for lane in self._lanes:
+        for lane in self._open_lanes():
             if not lane.writer.idle:
                 for key, wanted in expected.items():
                     pending = lane.writer.queued(key)
@@ -308,43 +355,3 @@ class TieredStore:
         if self._on_event is not None:
             for key in keys:
                 self._callbacks.call(self._on_event, kind, tier, key.namespace, key.identifier)
-
-
-class _Lane:
-    """A tier with its two threads."""
-
-    __slots__ = ("asked", "counters", "knowledge", "reader", "tier", "writer")
-
-    def __init__(
-        self, tier: Tier, reader: TierReader, writer: TierWriter, knowledge: Knowledge, counters: Counters
-    ) -> None:
-        self.tier = tier
-        self.reader = reader
-        self.writer = writer
-        self.knowledge = knowledge
-        self.counters = counters
-        self.asked = Knowledge(seconds=_ASK_AGAIN_SECONDS)
-
-    def offered(self, keys: Sequence[Key]) -> list[Key]:
-        """The keys that a fetch would very likely find here now. Takes no lock."""
-        found = list(self.knowledge.held(keys)) if self.reader.breaker.closed else []
-        writer = self.writer
-        if not writer.idle:
-            found = [key for key in found if not writer.blocks(key)]
-            found += [key for key in keys if writer.queued(key) is not None]
-        return found
-
-    def stats(self) -> TierStats:
-        """This tier's counters."""
-        counts = self.counters.read()
-        names = (
-            "asked hits misses damaged errors timeouts cancelled skipped stored dropped promoted removed bytes_read "
-            "bytes_written opened"
-        )
-        return TierStats(
-            name=self.tier.name,
-            closed=self.reader.breaker.closed,
-            queued_bytes=self.writer.queued_bytes,
-            reasons={name.removeprefix("damaged_"): n for name, n in counts.items() if name.startswith("damaged_")},
-            **{name: counts[name] for name in names.split()},
-        )

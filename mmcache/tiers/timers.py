@@ -10,6 +10,9 @@ from threading import Condition, Thread
 
 __all__ = ["Timers"]
 
+_LONG = 3600.0
+"""Seconds; locks cannot count to any time."""
+
 
 class Timers:
     """Deadlines of many short operations on one daemon thread. Functions must be short, and must not raise."""
@@ -48,7 +51,7 @@ class Timers:
         while True:
             with self._condition:
                 while not self._closed and (not self._heap or self._heap[0][0] > time.monotonic()):
-                    self._condition.wait(self._heap[0][0] - time.monotonic() if self._heap else None)
+                    self._condition.wait(min(self._heap[0][0] - time.monotonic(), _LONG) if self._heap else None)
                 if self._closed:
                     return
                 function = heapq.heappop(self._heap)[2]

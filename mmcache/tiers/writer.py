@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from threading import Condition, Thread
 
-from mmcache.errors import MMCacheError, TierError
+from mmcache.errors import TierError
 from mmcache.tiers.breaker import CircuitBreaker
 from mmcache.tiers.counters import Counters
 from mmcache.tiers.entry import Entry, Key
@@ -205,13 +205,14 @@ class TierWriter:
             for item in batch:
                 try:
                     entries[item.pending.key] = item.pending.entry()
-                except (
-                    MMCacheError,
-                    RuntimeError,
-                ) as error:  # RuntimeError: torch has no memory for the host copy, say
+                except Exception as error:  # no memory for the host copy, say: no reason to lose the others
                     _log.warning("rows of %s cannot be stored: %s", item.pending.key.identifier, error)
             if entries:
-                outcome = self._tier.put_many(entries)
+                began = time.monotonic()
+                try:
+                    outcome = self._tier.put_many(entries)
+                finally:
+                    self._counters.timed("write", time.monotonic() - began)
                 stored = outcome.stored
                 self._on_stored(self._knowledge.add(stored))
                 self._report_removed(self._knowledge.discard(outcome.evicted))

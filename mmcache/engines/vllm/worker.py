@@ -15,10 +15,12 @@ from torch import Tensor
 from mmcache.engines.vllm.messages import Load, Save, StepPlan
 from mmcache.engines.vllm.region import Cell, SharedRegion, SlotHeader
 from mmcache.errors import UnresolvedItemError
+from mmcache.tiers.lifetime import call_at_exit
 
 __all__ = ["WorkerSide"]
 
 _log = logging.getLogger("mmcache.vllm")
+_EXIT_SECONDS = 10.0
 
 
 class WorkerSide:
@@ -141,8 +143,10 @@ class _Copies:
             _log.warning("the shared memory could not be page-locked; copies to %s will be slower", device)
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._saved: list[tuple[int, SlotHeader]] = []
-        self._queue: SimpleQueue[tuple[Any, Any, list[tuple[int, SlotHeader]], Any, int]] = SimpleQueue()
-        Thread(target=self._run, name="mmcache-ec-copies", daemon=True).start()
+        self._queue: SimpleQueue[tuple[Any, Any, list[tuple[int, SlotHeader]], Any, int] | None] = SimpleQueue()
+        self._thread = Thread(target=self._run, name="mmcache-ec-copies", daemon=True)
+        self._thread.start()
+        call_at_exit(self._stop)
 
     def load(self, rows: Tensor) -> Tensor:
         # On the current stream: what reads the rows comes behind this in it
@@ -163,10 +167,14 @@ class _Copies:
         stored.record(self._stream)
         self._queue.put((loaded, stored, saved, cell, step))
 
+    def _stop(self) -> None:
+        self._queue.put(None)
+        self._thread.join(_EXIT_SECONDS)
+
     def _run(self) -> None:
         torch.cuda.set_device(self._device)
-        while True:
-            loaded, stored, saved, cell, step = self._queue.get()
+        while (work := self._queue.get()) is not None:
+            loaded, stored, saved, cell, step = work
             stored.synchronize()
             for offset, header in saved:
                 self._region.write_header(offset, header)
