@@ -315,6 +315,8 @@ def test_audio_decodes():
         (np.zeros(4), 0),
         (np.zeros(4), 16000.0),
         (np.zeros((1, 2, 3)), 16000),
+        (np.zeros((0, 5)), 16000),
+        (np.zeros(4, np.longdouble), 16000),
         (np.array(["a"]), 16000),
         (wav(), 16000),
     ],

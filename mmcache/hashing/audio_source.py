@@ -9,7 +9,7 @@ import numpy as np
 from mmcache.errors import MediaError
 from mmcache.hashing.media import Samples, decode_wav
 from mmcache.hashing.protocol import Hasher
-from mmcache.hashing.source import Source, check_data
+from mmcache.hashing.source import Digest, Source, check_data
 
 __all__ = ["AudioSource"]
 
@@ -41,8 +41,10 @@ class AudioSource(Source):
         super().__init__()
         samples = None
         if isinstance(content, np.ndarray):
-            if content.ndim not in (1, 2) or content.dtype.kind not in "iuf":
+            if content.ndim not in (1, 2) or content.dtype.kind not in "iuf" or content.dtype.itemsize > 8:
                 raise MediaError("samples are numbers [n] or [channels, n]", found=f"{content.dtype} {content.shape}")
+            if content.ndim == 2 and not len(content):
+                raise MediaError("samples of no channel", found=content.shape)
             samples = np.array(content)
             samples.flags.writeable = False
         else:
@@ -82,12 +84,12 @@ class AudioSource(Source):
     def _kind(self) -> str:
         return "audio" if self.samples is None else "samples"
 
-    def _content(self, hasher: Hasher) -> object:
+    def _content(self, digest: Digest) -> object:
         if self.samples is not None:
-            return hasher.digest(self.samples)
+            return digest(self.samples)
         if self.data is None:
             raise self._missing()
-        return hasher.digest(self.data)
+        return digest(self.data)
 
     def _options(self) -> dict[str, object]:
         options: dict[str, object] = {} if self.sampling_rate is None else {"sampling_rate": self.sampling_rate}

@@ -205,7 +205,7 @@ def _image(value: Any, out: Message) -> None:
 
 
 def _source(value: Source, out: Message) -> None:
-    kind, content, options = value.identity(out.hasher)
+    kind, content, options = value.identity(out.hasher, out.digest)
     out.pending += header(b"m", 3)
     _str(kind, out)
     encode(content, out)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mmcache.errors import MediaError
 from mmcache.hashing.media import Color, decode_image, image_traits
 from mmcache.hashing.protocol import Hasher
-from mmcache.hashing.source import Source, check_data
+from mmcache.hashing.source import Digest, Source, check_data
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -75,10 +75,10 @@ class ImageSource(Source):
     def _kind(self) -> str:
         return "image"
 
-    def _content(self, hasher: Hasher) -> object:
+    def _content(self, digest: Digest) -> object:
         if self.data is None:
             raise self._missing()
-        return hasher.digest(self.data)
+        return digest(self.data)
 
     def _options(self) -> dict[str, object]:
         options: dict[str, object] = {}

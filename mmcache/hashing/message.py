@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 
-from mmcache.hashing.protocol import Hasher
+from mmcache.hashing.protocol import StoppableHasher
 
 __all__ = ["DEEPEST", "Message", "Unhashable", "header"]
 
@@ -41,7 +41,10 @@ class Message:
     __slots__ = ("_stop", "_write", "depth", "hasher", "pending")
 
     def __init__(
-        self, hasher: Hasher, write: Callable[[bytes | bytearray | memoryview], object], stop: Callable[[], bool] | None
+        self,
+        hasher: StoppableHasher,
+        write: Callable[[bytes | bytearray | memoryview], object],
+        stop: Callable[[], bool] | None,
     ) -> None:
         self.hasher = hasher
         self.pending = bytearray()
@@ -60,6 +63,12 @@ class Message:
     def close(self) -> None:
         """Leave the container."""
         self.depth -= 1
+
+    def digest(self, part: object) -> str:
+        """The digest of a source's content, which is given up together with this message."""
+        if self._stop is None:
+            return self.hasher.digest(part)
+        return self.hasher.digest_until(self._stop, (part,), {})
 
     def data(self, view: memoryview) -> None:
         """Write a buffer of any size: a C-contiguous view of unsigned bytes."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
-__all__ = ["Hasher"]
+__all__ = ["Hasher", "StoppableHasher"]
 
 
 class Hasher(Protocol):
@@ -18,3 +19,11 @@ class Hasher(Protocol):
         ...
 
     def __hash__(self) -> int: ...
+
+
+class StoppableHasher(Hasher, Protocol):
+    """A hasher whose work can be given up halfway."""
+
+    def digest_until(self, stop: Callable[[], bool], parts: tuple[Any, ...], named_parts: dict[str, Any], /) -> str:
+        """`digest`, given up with `CancelledError` soon after `stop()` is true."""
+        ...

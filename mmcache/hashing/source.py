@@ -8,12 +8,15 @@ background colour does not matter to an opaque image.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any, Self, TypeAlias
 
 from mmcache.errors import MediaError, MissingContentError
 from mmcache.hashing.protocol import Hasher
 
-__all__ = ["Source", "check_data"]
+__all__ = ["Digest", "Source", "check_data"]
+
+Digest: TypeAlias = Callable[[object], str]
 
 
 class Source(ABC):
@@ -43,19 +46,23 @@ class Source(ABC):
             digest = self._digests[hasher] = hasher.digest(self)
         return digest
 
-    def content(self, hasher: Hasher) -> object:
+    def content(self, hasher: Hasher, digest: Digest | None = None) -> object:
         """The content's digest without options (where a video is given by frames: these). Computed once.
 
         This is what a client-given id is bound to; `known` makes a source of it that has no bytes.
+
+        Args:
+            hasher: whose digest it is.
+            digest: computes it, where this is not simply `hasher.digest`: one that can be given up, say.
         """
         content = self._contents.get(hasher)
         if content is None:
-            content = self._contents[hasher] = self._content(hasher)
+            content = self._contents[hasher] = self._content(hasher.digest if digest is None else digest)
         return content
 
-    def identity(self, hasher: Hasher) -> tuple[str, object, dict[str, object]]:
+    def identity(self, hasher: Hasher, digest: Digest | None = None) -> tuple[str, object, dict[str, object]]:
         """What the digest is made of: the kind of source, its content, and the options that are not defaults."""
-        return self._kind(), self.content(hasher), self._options()
+        return self._kind(), self.content(hasher, digest), self._options()
 
     @abstractmethod
     def decode(self) -> Any:
@@ -65,7 +72,7 @@ class Source(ABC):
     def _kind(self) -> str: ...
 
     @abstractmethod
-    def _content(self, hasher: Hasher) -> object: ...
+    def _content(self, digest: Digest) -> object: ...
 
     @abstractmethod
     def _options(self) -> dict[str, object]: ...

@@ -12,7 +12,7 @@ from mmcache.hashing.audio_source import AudioSource
 from mmcache.hashing.image_source import ImageSource
 from mmcache.hashing.media import decode_frames
 from mmcache.hashing.protocol import Hasher
-from mmcache.hashing.source import Source
+from mmcache.hashing.source import Digest, Source
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -92,12 +92,12 @@ class VideoSource(Source):
     def _kind(self) -> str:
         return "video" if self.frames is None else "frames"
 
-    def _content(self, hasher: Hasher) -> object:
+    def _content(self, digest: Digest) -> object:
         if self.frames is not None:
             return self.frames
         if self.data is None:
             raise self._missing()
-        return hasher.digest(self.data)
+        return digest(self.data)
 
     def _options(self) -> dict[str, object]:
         options = {"indices": self.indices, "fps": self.fps, "timestamps": self.timestamps, "audio": self.audio}
