@@ -75,10 +75,12 @@ class Delta(_Header):
         request_id, cache_salt, adapter: as in the request.
         tokens_from, items_from: how many of them come before.
         tokens: buffer, int32.
-        identifiers, modality_of, offsets, lengths: one entry an item; `modality_of` points into `modalities`.
-        run_counts: runs of embedding positions of each item, -1 where every position is one.
+        identifiers, offsets, lengths: one entry an item.
+        modality_of: which of `modalities` each item is of; empty where all are of the first.
+        run_counts: runs of embedding positions of each item, -1 where every position is one; empty where that is all.
         runs: buffer, int32 `[runs, 2]`: start and length.
-        schemas, schema_of: fields of each item; -1 where it came without.
+        schema_of: which of `schemas` the fields of each item have, -1 where it came without; empty where all have the
+            first.
         columns: metadata.
         metadata: buffer that their leaves lie in.
     """

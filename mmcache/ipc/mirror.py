@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from operator import add, gt
 from typing import Any, cast
 
 import numpy as np
@@ -26,6 +27,7 @@ from mmcache.items import MultimodalItem, MultimodalRequest, PlaceholderRange
 __all__ = ["ItemPayload", "Mirror"]
 
 _Runs = np.ndarray[Any, np.dtype[np.int32]]
+_NOTHING: _Runs = np.empty((0, 2), np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,25 @@ class Mirror:
         num_tokens, num_items: what is here.
         identifiers: of the items.
     """
+
+    __slots__ = (
+        "_buffer",
+        "_configs",
+        "_lengths",
+        "_modalities",
+        "_offsets",
+        "_plan_schemas",
+        "_request",
+        "_runs",
+        "_schema_of",
+        "_schemas",
+        "_stored",
+        "adapter",
+        "cache_salt",
+        "identifiers",
+        "num_tokens",
+        "request_id",
+    )
 
     def __init__(self, delta: Delta) -> None:
         self.request_id = delta.request_id
@@ -107,6 +128,8 @@ class Mirror:
         columns = [stored for stored in self._stored if stored.name == field]
         if not columns and self.num_items:
             raise FieldError("no item has such metadata", request_id=self.request_id, field=field)
+        if len(columns) == 1:
+            return list(columns[0].unpack())
         if all(one.indices[-1] < other.indices[0] for one, other in pairwise(columns)):
             return [value for stored in columns for value in stored.unpack()]
         pairs = [pair for stored in columns for pair in zip(stored.indices, stored.unpack())]
@@ -179,14 +202,11 @@ class Mirror:
         if done < self.num_items:
             schemas = list(self._plan_schemas[0])
             numbers: dict[int, int] = {}
-            for number in self._schema_of[done:]:
-                if number not in numbers:
-                    schema = (
-                        () if number < 0 else tuple((spec.name, spec.keep_on_cpu) for spec in self._schemas[number])
-                    )
-                    if schema not in schemas:
-                        schemas.append(schema)
-                    numbers[number] = schemas.index(schema)
+            for number in dict.fromkeys(self._schema_of[done:]):
+                schema = () if number < 0 else tuple((spec.name, spec.keep_on_cpu) for spec in self._schemas[number])
+                if schema not in schemas:
+                    schemas.append(schema)
+                numbers[number] = schemas.index(schema)
             new = tuple(map(numbers.__getitem__, self._schema_of[done:]))
             self._plan_schemas = (tuple(schemas), self._plan_schemas[1] + new)
         schemas_now, schema_of = self._plan_schemas
@@ -207,15 +227,21 @@ class Mirror:
 
     def _append(self, delta: Delta, known: int, runs: _Runs, stored: list[StoredColumn]) -> None:
         first = len(self._schemas)
+        new = len(delta.identifiers) - known
         self._schemas += delta.schemas
         self.identifiers += delta.identifiers[known:]
-        modalities = delta.modalities
-        self._modalities += [modalities[number] for number in delta.modality_of[known:]]
+        if delta.modality_of:
+            self._modalities += [delta.modalities[number] for number in delta.modality_of[known:]]
+        else:
+            self._modalities += delta.modalities[:1] * new
         self._offsets += delta.offsets[known:]
         self._lengths += delta.lengths[known:]
-        self._schema_of += [number if number < 0 else first + number for number in delta.schema_of[known:]]
-        if not len(runs):
-            self._runs += [None if count < 0 else runs for count in delta.run_counts[known:]]
+        if delta.schema_of:
+            self._schema_of += [number if number < 0 else first + number for number in delta.schema_of[known:]]
+        else:
+            self._schema_of += [first] * new
+        if not delta.run_counts:
+            self._runs += [None] * new
         else:
             ends = list(accumulate(max(count, 0) for count in delta.run_counts))
             self._runs += [
@@ -233,27 +259,29 @@ class Mirror:
 
     def _check_items(self, delta: Delta, body: Body, num_tokens: int, known: int) -> _Runs:
         count = len(delta.identifiers)
-        columns = (delta.modality_of, delta.offsets, delta.lengths, delta.run_counts, delta.schema_of)
-        if any(len(column) != count for column in columns):
-            raise self._error("columns have one entry an item", expected=count, found=[len(c) for c in columns])
-        if count and max(delta.modality_of) >= len(delta.modalities):
-            raise self._error("an item has a modality of the message", found=max(delta.modality_of))
-        if count and max(delta.schema_of) >= len(delta.schemas):
-            raise self._error("an item has a schema of the message", found=max(delta.schema_of))
+        zeros = [0] * count
+        modality_of, schema_of = delta.modality_of or zeros, delta.schema_of or zeros
+        counts = [len(c) for c in (modality_of, schema_of, delta.run_counts or zeros, delta.offsets, delta.lengths)]
+        if counts != [count] * 5:
+            raise self._error("columns have one entry an item", expected=count, found=counts)
+        if count and max(modality_of) >= len(delta.modalities):
+            raise self._error("an item has a modality of the message", found=max(modality_of))
+        if count and max(schema_of) >= len(delta.schemas):
+            raise self._error("an item has a schema of the message", found=max(schema_of))
         offsets = delta.offsets
-        if any(one > other for one, other in pairwise(offsets)) or any(
-            offset + length > num_tokens for offset, length in zip(offsets, delta.lengths)
-        ):
+        if count and (max(map(add, offsets, delta.lengths)) > num_tokens or any(map(gt, offsets, offsets[1:]))):
             raise self._error("items are sorted and lie within the tokens", expected=f"at most {num_tokens}")
-        if known < count and known >= 0 and self._offsets and offsets[known] < self._offsets[-1]:
+        if 0 <= known < count and self._offsets and offsets[known] < self._offsets[-1]:
             raise self._error("items are sorted by offset", found=offsets[known])
         buffer = body.buffer(delta.runs)
         total = sum(count for count in delta.run_counts if count > 0)
         if len(buffer) != 8 * total:
             raise self._error("runs are pairs of int32", expected=8 * total, found=len(buffer))
+        if not total:
+            return _NOTHING
         runs = np.frombuffer(buffer, np.int32).reshape(-1, 2).copy()
         start = 0
-        for count, length in zip(delta.run_counts, delta.lengths) if total else ():
+        for count, length in zip(delta.run_counts, delta.lengths):
             if count > 0:
                 own = runs[start : start + count].astype(np.int64)
                 ends = own[:, 0] + own[:, 1]
@@ -265,18 +293,19 @@ class Mirror:
     def _check_columns(self, delta: Delta, body: Body) -> list[StoredColumn]:
         block = body.buffer(delta.metadata)
         limit = len(block)
-        members: dict[int, list[int]] = {}
-        for index, number in enumerate(delta.schema_of, delta.items_from):
-            members.setdefault(number, []).append(index)
-        expected = {
+        if delta.schema_of:
+            members: dict[int, list[int]] = {}
+            for index, number in enumerate(delta.schema_of, delta.items_from):
+                members.setdefault(number, []).append(index)
+        else:
+            members = {0: list(range(delta.items_from, delta.items_from + len(delta.identifiers)))}
+        expected = [
             (number, position)
             for number, schema in enumerate(delta.schemas)
             for position, spec in enumerate(schema)
             if spec.keep_on_cpu
-        }
-        if {(column.schema, column.field) for column in delta.columns} != expected or len(expected) != len(
-            delta.columns
-        ):
+        ]
+        if [(column.schema, column.field) for column in delta.columns] != expected:
             raise self._error("there is one column for each keep_on_cpu field")
         own = bytearray(block)
         unpacked: dict[object, FieldValue] = {}

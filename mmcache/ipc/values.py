@@ -11,13 +11,26 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mmcache.errors import FieldError, MessageError
 from mmcache.fields import FieldValue
 
-__all__ = ["ALIGNMENT", "DTYPES", "Leaf", "aligned", "flatten", "leaf_bytes", "same_bytes", "unflatten", "write_tensor"]
+__all__ = [
+    "ALIGNMENT",
+    "DTYPES",
+    "Leaf",
+    "aligned",
+    "bytes_of",
+    "flatten",
+    "leaf_bytes",
+    "leaf_of",
+    "same_bytes",
+    "unflatten",
+    "write_tensor",
+]
 
 ALIGNMENT = 64
 MAX_DEPTH = 16
@@ -66,15 +79,25 @@ def flatten(value: FieldValue, field: str, start: int = 0) -> tuple[list[int], l
             nest.append(len(node))
             stack.extend((child, depth + 1) for child in reversed(node))
             continue
-        name = _NAME_OF.get(node.dtype)
-        if name is None or node.layout is not torch.strided:
-            raise FieldError("the tensor cannot travel", field=field, found=f"{node.dtype}, {node.layout}")
-        start = aligned(start)
         nest.append(-1)
-        leaves.append((name, tuple(node.shape), start))
+        leaf, end = leaf_of(node, field, start)
+        leaves.append(leaf)
         tensors.append(node.detach())
-        start += node.numel() * _SIZES[name]
+        start = end
     return nest, leaves, tensors, start
+
+
+def leaf_of(tensor: Tensor, field: str, start: int) -> tuple[Leaf, int]:
+    """The leaf of a tensor that lies at the next multiple of `ALIGNMENT`, and its end.
+
+    Raises:
+        FieldError: it is sparse, quantised or of another dtype than `DTYPES`.
+    """
+    name = _NAME_OF.get(tensor.dtype)
+    if name is None or tensor.layout is not torch.strided:
+        raise FieldError("the tensor cannot travel", field=field, found=f"{tensor.dtype}, {tensor.layout}")
+    start = aligned(start)
+    return (name, tuple(tensor.shape), start), start + tensor.numel() * _SIZES[name]
 
 
 def unflatten(nest: Sequence[int], leaves: Sequence[Leaf], read: Callable[[Leaf], Tensor]) -> FieldValue:
@@ -119,6 +142,19 @@ def leaf_bytes(leaf: Leaf, limit: int) -> int:
             "a tensor lies outside its block", expected=f"within {limit} bytes", found=f"{nbytes} bytes at {offset}"
         )
     return nbytes
+
+
+def bytes_of(tensor: Tensor) -> bytes | memoryview:
+    """A tensor's elements in order, without a copy where they lie so in CPU memory."""
+    if not tensor.numel():
+        return b""
+    try:
+        array = tensor.numpy()
+    except (TypeError, RuntimeError):  # on a device, with a gradient, or of a dtype that numpy has not
+        if not _is_plain(tensor):
+            tensor = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+        array = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return array.reshape(-1).view(np.uint8).data if array.flags.c_contiguous else array.tobytes()
 
 
 def write_tensor(address: int, block: Tensor, offset: int, tensor: Tensor) -> None:

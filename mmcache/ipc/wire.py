@@ -47,6 +47,9 @@ class Kind(IntEnum):
     REPORT = 5
 
 
+_KINDS = {int(kind): kind for kind in Kind}
+
+
 @dataclass(slots=True)
 class Frame:
     """A parsed frame; either `body` or `region` is set.
@@ -114,19 +117,22 @@ def parse_frame(data: bytes | memoryview) -> Frame:
     Raises:
         MessageError: it is no frame of this version.
     """
-    if len(data) < _PREFIX.size or bytes(data[:3]) != _MAGIC[:3]:
+    if len(data) < _PREFIX.size:
         raise MessageError("this is no message of mmcache", found=f"{len(data)} bytes")
-    if data[3] != _MAGIC[3]:
-        raise MessageError("the message has another version", expected=_MAGIC[3], found=data[3])
-    _, kind, place, session, epoch, sequence = _PREFIX.unpack_from(data)
-    if kind not in Kind._value2member_map_ or place not in (0, 1):
-        raise MessageError("the message is of an unknown kind", found=(kind, place))
+    magic, number, place, session, epoch, sequence = _PREFIX.unpack_from(data)
+    if magic != _MAGIC:
+        if magic[:3] != _MAGIC[:3]:
+            raise MessageError("this is no message of mmcache", found=f"{len(data)} bytes")
+        raise MessageError("the message has another version", expected=_MAGIC[3], found=magic[3])
+    kind = _KINDS.get(number)
+    if kind is None or place not in (0, 1):
+        raise MessageError("the message is of an unknown kind", found=(number, place))
     rest = memoryview(data)[_PREFIX.size :]
     if not place:
-        return Frame(Kind(kind), session, epoch, sequence, rest, None)
+        return Frame(kind, session, epoch, sequence, rest, None)
     if len(rest) != _REGION.size:
         raise MessageError("a place in the arena has three numbers", expected=_REGION.size, found=len(rest))
-    return Frame(Kind(kind), session, epoch, sequence, None, _REGION.unpack(rest))
+    return Frame(kind, session, epoch, sequence, None, _REGION.unpack(rest))
 
 
 def parse_body(data: memoryview) -> Body:
