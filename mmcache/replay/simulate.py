@@ -12,14 +12,14 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable
 from heapq import heappop, heappush
 
-from mmcache.items import MultimodalRequest
+from mmcache.items import MultimodalItem, MultimodalRequest
 from mmcache.ledger import EncoderLedger, Entry, Ticket
 from mmcache.planning import ItemStatus
 from mmcache.policies import make_policy
 from mmcache.prefix import PrefixIndex, PrefixMatch
 from mmcache.replay.costs import EngineModel, TierModel
-from mmcache.replay.measures import Simulation
-from mmcache.replay.workload import Conversations, Serial, Turn
+from mmcache.replay.measures import REASONS, Simulation
+from mmcache.replay.workload import KEPT_BYTES, Conversations, Serial, Turn
 
 __all__ = ["simulate"]
 
@@ -107,7 +107,7 @@ class _Simulator:
         self._held = 0
         self._awaited: dict[Entry, list[_Running]] = {}
         self._device_free = 0.0
-        self._plain: dict[str, float] = {}  # encoder seconds of conversations that go on
+        self._open: dict[str, tuple[int, float]] = {}  # payload and encoder seconds of conversations that go on
         self._sums = Simulation(engine.policy, engine.capacity_bytes)
 
     def run(self) -> Simulation:
@@ -205,7 +205,7 @@ class _Simulator:
             return False
         for tier in self._tiers:
             if tier.has(entry.content) and self._ledger.delegate(run.ticket, entry):
-                payload = _payload(run.request, index)
+                payload = _payload(run.request.items[index])
                 run.moved -= payload
                 sums = self._sums
                 sums.bytes["transfer"] -= payload
@@ -289,30 +289,41 @@ class _Simulator:
         sums.requests += 1
         sums.tokens += request.num_tokens
         sums.prefix_tokens += start
-        counts = sums.items
-        counts["covered"] += ticket.num_items - len(ticket.entries)
+        counts, costs, items = sums.items, self._costs, request.items
+        needed = ticket.entries
+        counts["covered"] += ticket.num_items - len(needed)
+        moved = stored = joined = 0
         seen: set[Entry] = set()
-        for entry in ticket.entries.values():
-            status = ticket.status_of(entry).value
-            if status == "missing" and entry is not None:
-                status = "stored" if entry in seen else status
-                seen.add(entry)
-            counts[status] += 1
+        for index, entry in needed.items():
+            payload = _payload(items[index])
+            status = ticket.status_of(entry)
             if entry is not None:
-                sums.needed_seconds += self._costs.encode(entry.num_rows)
-        plan = self._ledger.snapshot(ticket).bytes
-        run.moved = plan.transfer
-        values = (plan.transfer, plan.covered, plan.stored, plan.in_flight, plan.kept_on_cpu)
-        for reason, value in zip(sums.bytes, values):
+                sums.needed_seconds += costs.encode(entry.num_rows)
+                # A content goes once, with its first item.
+                if status is ItemStatus.MISSING and entry not in seen:
+                    seen.add(entry)
+                    counts["missing"] += 1
+                    moved += payload
+                    continue
+            if status is ItemStatus.IN_FLIGHT:
+                counts["in_flight"] += 1
+                joined += payload
+            else:
+                counts["stored"] += 1
+                stored += payload
+        payloads, seconds = self._open.pop(turn.conversation, (0, 0.0)) if turn.follows else (0, 0.0)
+        for _, clip in turn.clips:
+            payloads += clip.payload_bytes
+            seconds += costs.encode(clip.rows)
+        sums.plain_encode_seconds += seconds
+        if not turn.last:
+            self._open[turn.conversation] = payloads, seconds
+        run.moved = moved
+        values = (moved, payloads - moved - stored - joined, stored, joined, KEPT_BYTES * ticket.num_items)
+        for reason, value in zip(REASONS, values):
             sums.bytes[reason] += value
         sums.series.add(self._now - (self._begin or 0.0), values)
-        plain = self._plain.pop(turn.conversation, 0.0) if turn.follows else 0.0
-        plain += sum(self._costs.encode(clip.rows) for _, clip in turn.clips)
-        sums.plain_encode_seconds += plain
-        if not turn.last:
-            self._plain[turn.conversation] = plain
 
 
-def _payload(request: MultimodalRequest, index: int) -> int:
-    fields = request.items[index].fields
-    return 0 if fields is None else fields.payload_bytes
+def _payload(item: MultimodalItem) -> int:
+    return 0 if item.fields is None else item.fields.payload_bytes

@@ -13,14 +13,25 @@ import torch
 from mmcache.fields import FieldConfig, ItemFields
 from mmcache.items import MultimodalItem, MultimodalRequest, PlaceholderRange
 
-__all__ = ["PAYLOAD_BYTES_PER_ROW", "Clip", "Conversations", "Int32Array", "Serial", "Turn", "tokens_from"]
+__all__ = [
+    "KEPT_BYTES",
+    "PAYLOAD_BYTES_PER_ROW",
+    "Clip",
+    "Conversations",
+    "Int32Array",
+    "Serial",
+    "Turn",
+    "tokens_from",
+]
 
 Int32Array: TypeAlias = "np.ndarray[Any, np.dtype[np.int32]]"
 
 PAYLOAD_BYTES_PER_ROW = 4 * 1176 * 4
 """Processor output behind one embedding row of the Qwen2.5-VL family: four float32 patches of 1,176 values."""
 
-_KEPT_BYTES = 24  # one grid of three int64
+KEPT_BYTES = 24
+"""Metadata of each clip: one grid of three int64."""
+
 _LAST_TOKEN = 2**31 - 1
 
 
@@ -85,18 +96,17 @@ class Serial:
 
 def tokens_from(*parts: Int32Array | Clip) -> tuple[Int32Array, tuple[tuple[int, Clip], ...]]:
     """Text and clips in a row as (token ids, clips with offsets). A clip's own tokens are zeros."""
+    lengths = [part.rows if isinstance(part, Clip) else len(part) for part in parts]
+    tokens = np.zeros(sum(lengths), np.int32)
     clips = []
-    pieces: list[Int32Array] = []
     offset = 0
-    for part in parts:
+    for part, length in zip(parts, lengths):
         if isinstance(part, Clip):
             clips.append((offset, part))
-            pieces.append(np.zeros(part.rows, np.int32))
-            offset += part.rows
         else:
-            pieces.append(part)
-            offset += len(part)
-    return (np.concatenate(pieces) if pieces else np.zeros(0, np.int32)), tuple(clips)
+            tokens[offset : offset + length] = part
+        offset += length
+    return tokens, tuple(clips)
 
 
 class Conversations:
@@ -148,7 +158,7 @@ def _fields(modality: str, payload_bytes: int) -> ItemFields:
     return ItemFields(
         {
             "pixel_values": torch.empty(payload_bytes, dtype=torch.uint8, device="meta"),
-            "grid": torch.zeros(_KEPT_BYTES // 8, dtype=torch.int64),
+            "grid": torch.zeros(KEPT_BYTES // 8, dtype=torch.int64),
         },
         {
             "pixel_values": FieldConfig.batched(modality),
