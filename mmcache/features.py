@@ -40,6 +40,12 @@ class FeatureStats:
     entries: int
     nbytes: int
 
+    @property
+    def hit_ratio(self) -> float:
+        """Share of what was asked for that was held or joined; 0 where nothing was."""
+        asked = self.hits + self.misses + self.joins
+        return (self.hits + self.joins) / asked if asked else 0.0
+
 
 class FeatureCache:
     """`ItemFields` by content identifier, least recently used out first, bounded in bytes.

@@ -1,14 +1,17 @@
-"""Prometheus metrics of a `MultimodalCache`, read when they are scraped. Needs the extra `prometheus`."""
+"""Prometheus metrics of a cache, its tiers and processed features, read when they are scraped: extra `prometheus`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import Any
 
 from mmcache.cache import MultimodalCache
 from mmcache.errors import ConfigError
+from mmcache.features import FeatureCache, FeatureStats
+from mmcache.ledger import EncoderLedger
 from mmcache.stats import CacheStats
-from mmcache.tiers import TieredStats
+from mmcache.tiers import LATENCY_BOUNDS, TieredStats, TierUsage
 
 __all__ = ["CacheCollector"]
 
@@ -35,6 +38,18 @@ _GAUGES = (
     ("mmcache_pinned_bytes", "pinned_bytes", "Of these, pinned or reserved"),
     ("mmcache_entries", "entries", "Embeddings held or reserved"),
     ("mmcache_epoch", "epoch", "Number of invalidations"),
+    ("mmcache_hit_ratio", "hit_ratio", "Share of the needed items that ran no encoder, since the start"),
+    ("mmcache_prefix_hit_ratio", "prefix_hit_ratio", "Share of the prompt tokens found in the index, since the start"),
+)
+_FEATURES = (
+    ("Counter", "mmcache_feature_hits", "hits", "Processed contents that were held"),
+    ("Counter", "mmcache_feature_misses", "misses", "Contents that were processed"),
+    ("Counter", "mmcache_feature_joins", "joins", "Contents that were being processed for somebody else"),
+    ("Counter", "mmcache_feature_collisions", "collisions", "Contents unlike those held under their identifiers"),
+    ("Counter", "mmcache_feature_oversized", "oversized", "Contents too large to be held"),
+    ("Gauge", "mmcache_feature_entries", "entries", "Processed contents held"),
+    ("Gauge", "mmcache_feature_bytes", "nbytes", "Bytes of these"),
+    ("Gauge", "mmcache_feature_hit_ratio", "hit_ratio", "Share that needed no processing, since the start"),
 )
 _LABELLED = (
     ("mmcache_items", "items", "status", "Items of lookups by their status when the lookup was released"),
@@ -47,12 +62,19 @@ _LABELLED = (
 class CacheCollector:
     """A collector for a Prometheus registry: `REGISTRY.register(CacheCollector(cache))`.
 
-    Every number is one of `cache.stats()` or `cache.tier_stats()` at the moment of the scrape; nothing is counted twice
-    and the path of a lookup does no more than without it.
+    Every number is one of `cache.stats()`, `cache.tier_stats()`, `cache.tier_usage()` or `features.stats()` at the
+    moment of the scrape; nothing is counted twice and the path of a lookup does no more than without it.
     """
 
-    def __init__(self, cache: MultimodalCache, name: str = "default") -> None:
-        """Read `cache`; `name` becomes the label `cache` of all its metrics.
+    def __init__(
+        self, cache: MultimodalCache | EncoderLedger, name: str = "default", *, features: FeatureCache | None = None
+    ) -> None:
+        """Read a cache, or the ledger of an engine whose tensors lie elsewhere.
+
+        Args:
+            cache: what is read.
+            name: the label `cache` of all metrics.
+            features: the processed features that belong to it, if there are any.
 
         Raises:
             ConfigError: prometheus-client is not installed.
@@ -64,13 +86,17 @@ class CacheCollector:
         self._core: Any = core
         self._cache = cache
         self._name = name
+        self._features = features
 
     def collect(self) -> Iterator[Any]:
         """The metric families, for the registry."""
         yield from self._of_cache(self._cache.stats())
-        tiers = self._cache.tier_stats()
-        if tiers is not None:
-            yield from self._of_tiers(tiers)
+        if self._features is not None:
+            yield from self._of_features(self._features.stats())
+        if isinstance(self._cache, MultimodalCache):
+            tiers = self._cache.tier_stats()
+            if tiers is not None:
+                yield from self._of_tiers(tiers, self._cache.tier_usage())
 
     def _of_cache(self, stats: CacheStats) -> Iterator[Any]:
         for name, attribute, text in _COUNTERS:
@@ -81,7 +107,11 @@ class CacheCollector:
             values = {(key,): value for key, value in getattr(stats, attribute).items()}
             yield self._family("Counter", name, text, values, label)
 
-    def _of_tiers(self, stats: TieredStats) -> Iterator[Any]:
+    def _of_features(self, stats: FeatureStats) -> Iterator[Any]:
+        for kind, name, attribute, text in _FEATURES:
+            yield self._family(kind, name, text, {(): getattr(stats, attribute)})
+
+    def _of_tiers(self, stats: TieredStats, usage: Mapping[str, TierUsage]) -> Iterator[Any]:
         tiers = stats.tiers
         asked = {(tier.name, outcome): getattr(tier, outcome) for tier in tiers for outcome in _OUTCOMES}
         yield self._family("Counter", "mmcache_tier_lookups", "Keys by what a tier answered", asked, "tier", "outcome")
@@ -100,8 +130,25 @@ class CacheCollector:
             yield self._family(
                 kind, name, text, {(tier.name,): int(getattr(tier, attribute)) for tier in tiers}, "tier"
             )
+        for name, attribute, text in (
+            ("mmcache_tier_used_bytes", "nbytes", "Bytes that a tier holds"),
+            ("mmcache_tier_capacity_bytes", "capacity_bytes", "Its budget"),
+            ("mmcache_tier_entries", "entries", "Embeddings that it holds"),
+        ):
+            known = {(tier,): getattr(use, attribute) for tier, use in usage.items()}
+            yield self._family("Gauge", name, text, {k: v for k, v in known.items() if v is not None}, "tier")
+        text = "Calls of a tier by how long they took"
+        calls = self._core.HistogramMetricFamily(
+            "mmcache_tier_call_seconds", text, labels=["cache", "tier", "operation"]
+        )
+        bounds = [*map(str, LATENCY_BOUNDS), "+Inf"]
+        for tier in tiers:
+            for operation, latency in (("read", tier.reads), ("write", tier.writes)):
+                buckets = list(zip(bounds, accumulate(latency.counts)))
+                calls.add_metric([self._name, tier.name, operation], buckets, latency.seconds)
+        yield calls
 
-    def _family(self, kind: str, name: str, text: str, values: Mapping[Any, int], *labels: str) -> Any:
+    def _family(self, kind: str, name: str, text: str, values: Mapping[Any, float], *labels: str) -> Any:
         make = getattr(self._core, f"{kind}MetricFamily")
         family = make(name, text, labels=["cache", *labels])
         for key, value in values.items():

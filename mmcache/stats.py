@@ -51,3 +51,15 @@ class CacheStats:
     prefix_tokens: int
     prefix_queries_tokens: int
     epoch: int
+
+    @property
+    def hit_ratio(self) -> float:
+        """Of the items that lookups needed in their windows, the share that ran no encoder; 0 where none was needed."""
+        missing = self.items.get("missing", 0)
+        needed = missing + self.items.get("stored", 0) + self.items.get("in_flight", 0)
+        return 1 - missing / needed if needed else 0.0
+
+    @property
+    def prefix_hit_ratio(self) -> float:
+        """Share of the tokens asked of the cache's own prefix index that it knew; 0 where it was not asked."""
+        return self.prefix_tokens / self.prefix_queries_tokens if self.prefix_queries_tokens else 0.0

@@ -23,7 +23,7 @@ from mmcache.policies import make_policy
 from mmcache.prefix import PrefixIndex
 from mmcache.stats import CacheStats
 from mmcache.store import EmbeddingStore, check_rows
-from mmcache.tiers import Tier, TieredStats, TieredStore
+from mmcache.tiers import Tier, TieredStats, TieredStore, TierUsage
 
 __all__ = ["MultimodalCache"]
 
@@ -334,6 +334,10 @@ class MultimodalCache:
     def tier_stats(self) -> TieredStats | None:
         """Counters of the tiers, or None without tiers."""
         return None if self._tiers is None else self._tiers.tiers.stats()
+
+    def tier_usage(self) -> dict[str, TierUsage]:
+        """How full each tier is, by name; see `TieredStore.usage`."""
+        return {} if self._tiers is None else self._tiers.tiers.usage()
 
     def stats(self) -> CacheStats:
         """What the cache has done so far, and what it holds."""
