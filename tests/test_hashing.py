@@ -3,6 +3,7 @@
 import array
 import contextlib
 import enum
+import math
 import mmap
 import pathlib
 import pickle
@@ -15,6 +16,8 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mmcache import ConfigError, FieldConfig, MMCacheError, UnhashableContentError, split_fields
@@ -86,6 +89,33 @@ def test_layout_in_memory_does_not_count():
     row = torch.arange(3.0)
     assert equal(row.expand(5, 3), row.repeat(5, 1))
     assert distinct(x, x.t(), x.flip(0))
+
+
+@st.composite
+def views(draw):
+    """An array of any layout: cut with steps of either sign, turned, broadcast, of either byte order."""
+    shape = draw(st.lists(st.integers(0, 5), max_size=4))
+    dtype = draw(st.sampled_from(["u1", "i2", "<f4", ">f4", "<i8", ">i8", "<c16", ">c16", "?", ">M8[ms]", ">U2"]))
+    array = (np.arange(math.prod(shape)) % 251).astype("i8" if "M" in dtype else dtype).astype(dtype).reshape(shape)
+    steps = st.sampled_from([slice(None), slice(None, None, -1), slice(1, None), slice(None, None, 2), slice(3, 0, -2)])
+    array = array[(*(draw(steps) for _ in shape), ...)].transpose(draw(st.permutations(range(len(shape)))))
+    return np.broadcast_to(array, (draw(st.integers(1, 3)), *array.shape)) if draw(st.booleans()) else array
+
+
+@given(views())
+@settings(max_examples=200)
+def test_any_view_is_its_values(view):
+    plain = np.array(view, order="C").astype(view.dtype.newbyteorder("<"))
+    for h in (H, ContentHasher("sha256")):
+        assert h.digest(view) == h.digest(plain)
+        assert h.digest([view]) == h.digest([plain])
+    assert same_content(view, plain)
+    if view.dtype.kind in "uifcb":
+        tensor = torch.from_numpy(plain.copy())
+        assert H.digest(view) == H.digest(tensor)
+        turned = tensor.permute(tuple(reversed(range(tensor.ndim))))
+        assert H.digest(turned) == H.digest(view.T)
+    assert H.digest(view) != H.digest(view[None])
 
 
 def test_large_strided_arrays_are_read_block_by_block():
