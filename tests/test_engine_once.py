@@ -185,9 +185,23 @@ def test_identity_covers_content_modality_and_settings() -> None:
 def test_settings_given_with_their_defaults_equal_settings_left_out() -> None:
     processor = adapter_of("qwen2_5_vl").processor
     settings = processor_settings(processor)
-    assert processor_settings(processor, {"patch_size": 14, "do_resize": None}) == settings
-    assert processor_settings(processor, {"patch_size": 16}) != settings
-    assert processor_settings(processor, {"resample": 3, "rescale_factor": np.float64(1 / 255)}) == settings
+    size = processor.size
+    for same in (
+        {"patch_size": 14, "do_resize": None},
+        {"resample": 3, "rescale_factor": np.float64(1 / 255)},
+        {"max_pixels": size["longest_edge"]},
+        {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]},
+        {"size": {"longest_edge": size["longest_edge"], "shortest_edge": size["shortest_edge"]}},
+    ):
+        assert processor_settings(processor, same) == settings
+    others = [
+        processor_settings(processor, other)
+        for other in ({"patch_size": 16}, {"max_pixels": 252**2}, {"max_pixels": 1008**2}, {"nobody_knows": 1})
+    ]
+    assert all(other not in [settings, *others[:index]] for index, other in enumerate(others))
+    assert processor_settings(processor) == settings, "nothing was changed"
+    clip = adapter_of("llava").processor
+    assert processor_settings(clip, {"size": clip.size["shortest_edge"]}) == processor_settings(clip)
     assert "mel_filters" not in processor_settings(adapter_of("qwen2_audio").processor)
 
 

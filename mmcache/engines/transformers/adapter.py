@@ -7,6 +7,7 @@ tokens of a prompt lie. Everything else (what is cached, what moves, what is mer
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mmcache.engines.chat import Media
-from mmcache.errors import MediaError
+from mmcache.errors import ConfigError, MediaError
 from mmcache.fields import FieldConfig, ItemFields
 from mmcache.items import MultimodalItem
 from mmcache.models import field_configs
@@ -55,14 +56,26 @@ def special_token_ids() -> dict[str, int]:
 def processor_settings(processor: Any, overrides: Mapping[str, object] | None = None) -> dict[str, object]:
     """The effective settings of an image processor or feature extractor, for the identity of what it makes.
 
-    Defaults are resolved: a setting given explicitly with its default value, and one left out, are equal.
+    Defaults are resolved: a setting given explicitly with its default value, by whatever name or in whatever form the
+    processor takes it (`max_pixels`, or a number as size), and one left out, are equal.
 
     Args:
         processor: any processor of transformers with `to_dict()`.
         overrides: settings of one call, as its keyword arguments; None values do not override.
+
+    Raises:
+        ConfigError: the processor refuses an override.
     """
+    given = {name: value for name, value in (overrides or {}).items() if value is not None}
+    known = getattr(getattr(processor, "valid_kwargs", None), "__annotations__", {})
+    resolved = {name: given.pop(name) for name in list(given) if name in known}
+    if resolved:
+        try:
+            processor = type(processor)(**{**copy.deepcopy(processor.to_dict()), **copy.deepcopy(resolved)})
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{type(processor).__name__} refuses these settings: {error}", found=resolved) from error
     settings = {name: value for name, value in processor.to_dict().items() if name not in _NOT_SETTINGS}
-    settings.update({name: value for name, value in (overrides or {}).items() if value is not None})
+    settings.update(given)
     # Filter banks follow from the other settings and are large.
     settings.pop("mel_filters", None)
     return {name: _plain(value) for name, value in sorted(settings.items())}
