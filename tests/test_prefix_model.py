@@ -61,11 +61,15 @@ class AgainstModel(RuleBasedStateMachine):
         first = request.num_tokens
         count = len(tokens) if first else data.draw(st.integers(0, 6))
         tokens = tokens or [0] * count
+        end = first + len(tokens)
         items = []
-        offset = first
-        while offset < first + len(tokens) and data.draw(st.booleans()):
-            offset = data.draw(st.integers(offset, first + len(tokens)))
-            length = data.draw(st.integers(0, first + len(tokens) - offset))
+        # Items may also come after their tokens, for tokens that were matched and inserted without them.
+        offset = max([i.placeholder.offset + i.placeholder.length for i in request.items], default=0)
+        if data.draw(st.booleans()):
+            offset = max(offset, first)
+        while offset < end and data.draw(st.booleans()):
+            offset = data.draw(st.integers(offset, end))
+            length = data.draw(st.integers(0, end - offset))
             mask = data.draw(st.one_of(st.none(), st.lists(st.booleans(), min_size=length, max_size=length)))
             place = PlaceholderRange(offset, length, mask)
             items.append(MultimodalItem("image", None, place, f"{data.draw(st.sampled_from('AB'))}{place.num_embeds}"))

@@ -1,13 +1,16 @@
 """A radix tree over blocks of tokens, compared as they are.
 
-An edge holds many blocks: their tokens as one run of bytes, which one `memcmp` compares with a request's buffer, and
-the items that start in them. An item that starts in a block and reaches into later ones need not be compared there
-again: on the way down from the root its start was passed, and with it its identifier, length and mask. So two requests
-share a block if and only if they share all blocks before it, its tokens, and every item that overlaps it.
+An edge holds many blocks: their tokens as one array, which one pass compares with a request's, and the items that start
+in them. An item that starts in a block and reaches into later ones need not be compared there again: on the way down
+from the root its start was passed, and with it its identifier, length and mask. So two requests share a block if and
+only if they share all blocks before it, its tokens, and every item that overlaps it.
 
 A node's path from the root never changes while the node lives, but for its own end, which eviction cuts and insertion
 extends; `cuts` counts the former, so that who remembers a place in a node can tell whether it still stands for the
 same tokens.
+
+Tokens are not copied where a request's own array serves: it is append-only, so that what a node refers to never
+changes. A node keeps no more alive than `_WASTE` times what it stands for; where an array is longer it copies its part.
 """
 
 from __future__ import annotations
@@ -19,44 +22,41 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mmcache.items import MultimodalItem
+from mmcache.items import MultimodalRequest
 
-__all__ = ["ItemKey", "Node", "block_key", "item_keys", "keys_before", "roomy", "skip_items"]
+__all__ = ["ItemKey", "Node", "block_key", "item_keys", "keys_before"]
 
-Buffer: TypeAlias = Any
-"""A contiguous int32 array, which `bytearray` takes as its bytes."""
+Tokens: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 
 ItemKey: TypeAlias = tuple[int, int, tuple[tuple[int, int], ...], str]
 """Offset, length, runs of embedding rows, identifier. On one path, equal offsets are equal starts in a block."""
 
-_CHUNK = 1024  # tokens compared at once to find where two runs part
+_CHUNK = 1 << 14  # tokens compared at once: edges are long, and two may part early
+_WASTE = 3
 
 
-def item_keys(items: Sequence[MultimodalItem], index: int, limit: int) -> tuple[list[ItemKey], int]:
+def item_keys(request: MultimodalRequest, index: int, limit: int) -> tuple[list[ItemKey], int]:
     """The keys of the items from `index` on that start before token `limit`, and the index of the first that does not.
 
     Items without tokens overlap no block and have no key.
     """
-    # The slots instead of the properties: this is the larger part of matching a request of many items.
-    end = len(items)
-    if index == end or items[index]._placeholder._offset >= limit:
+    offsets = request._offsets
+    end = len(offsets)
+    if index == end or offsets[index] >= limit:
         return [], index
-    if items[-1]._placeholder._offset >= limit:
-        end = skip_items(items, index, limit)
-    if end == index + 1:
-        place = items[index]._placeholder
-        return [(place._offset, place._length, place._runs, items[index]._identifier)] if place._length else [], end
+    if offsets[-1] >= limit:
+        end = bisect_left(offsets, limit, index)
+    if end == index + 1:  # the next turn's: a comprehension would cost five times as much
+        item = request.items[index]
+        place = item._placeholder
+        return [(place._offset, place._length, place._runs, item._identifier)] if place._length else [], end
+    # The slots instead of the properties: this is the larger part of matching a request of many items.
     keys = [
         (place._offset, place._length, place._runs, item._identifier)
-        for item in items[index:end]
+        for item in request.items[index:end]
         if (place := item._placeholder)._length
     ]
     return keys, end
-
-
-def skip_items(items: Sequence[MultimodalItem], index: int, limit: int) -> int:
-    """Index of the first item from `index` on that starts at or after token `limit`."""
-    return bisect_left(items, limit, index, key=_offset)
 
 
 def keys_before(keys: list[ItemKey], limit: int) -> list[ItemKey]:
@@ -69,17 +69,7 @@ def block_key(tokens: bytes, starts: Sequence[ItemKey]) -> Hashable:
     return (tokens, *starts) if starts else tokens
 
 
-def roomy(tokens: Buffer) -> bytearray:
-    """The bytes of tokens, with room for an eighth more: a conversation grows, and copies them again only then."""
-    size = 4 * len(tokens)
-    data = bytearray(size + size // 8)
-    np.frombuffer(data, np.int32, len(tokens))[:] = tokens
-    del data[size:]  # keeps the memory
-    return data
-
-
-def _offset(item: MultimodalItem) -> int:
-    return item._placeholder._offset
+_NONE: Tokens = np.empty(0, np.int32)
 
 
 class Node:
@@ -90,7 +80,9 @@ class Node:
         root: the root of its tree.
         key: its first block, under which its parent knows it; what its requests have in common where it is a root.
         start, end: its blocks, counted from the root.
-        tokens: their tokens, int32 each.
+        tokens: an array that holds their tokens; not to be written to but by the one node that owns it, at its end.
+        base: position in the request of the first token in it.
+        owned: whether it is this node's own.
         ids: their block ids.
         items: the items that start in them.
         pins: sorted; up to which block each match that ends here holds it.
@@ -101,26 +93,21 @@ class Node:
     """
 
     __slots__ = (
-        "children", "cuts", "dead", "end", "ids", "items", "key", "parent", "pins", "queued", "root", "start",
-        "tokens", "used",
+        "base", "children", "cuts", "dead", "end", "ids", "items", "key", "owned", "parent", "pins", "queued", "root",
+        "start", "tokens", "used",
     )  # fmt: skip
 
     def __init__(
-        self,
-        parent: Node | None,
-        key: Hashable,
-        start: int,
-        end: int,
-        tokens: bytearray,
-        ids: array[int],
-        items: list[ItemKey],
+        self, parent: Node | None, key: Hashable, start: int, end: int, ids: array[int], items: list[ItemKey]
     ) -> None:
         self.parent = parent
         self.root: Node = self if parent is None else parent.root
         self.key = key
         self.start = start
         self.end = end
-        self.tokens = tokens
+        self.tokens: Tokens = _NONE
+        self.base = 0
+        self.owned = False
         self.ids = ids
         self.items = items
         self.children: dict[Hashable, Node] = {}
@@ -135,13 +122,13 @@ class Node:
         """The block down to which it may be cut."""
         return self.pins[-1] if self.pins else self.start
 
-    def common(self, block: int, stop: int, buffer: Buffer, keys: list[ItemKey], size: int) -> int:
+    def common(self, block: int, stop: int, tokens: Tokens, keys: list[ItemKey], size: int) -> int:
         """Up to which block, at most `stop <= end`, it agrees with a request that agrees up to `block`.
 
         Args:
             block: a block of this node, or its end.
             stop: where to stop.
-            buffer: the request's int32 tokens, from its first.
+            tokens: the request's, from its first.
             keys: the keys of the request's items that start in the blocks `[block, stop)`.
             size: tokens of a block.
         """
@@ -152,59 +139,74 @@ class Node:
             own = keys_before(own, stop * size)
         if own != keys:
             stop = _parting(own, keys) // size
-        first = block * size
-        offset = 4 * (first - self.start * size)
-        if self.tokens.startswith(buffer[first : stop * size], offset):
+        if tokens is self.tokens:
             return stop
-        while self.tokens.startswith(buffer[first : first + _CHUNK], offset):
-            first += _CHUNK
-            offset += 4 * _CHUNK
-        other = buffer[first : min(first + _CHUNK, stop * size)]
-        differ = np.frombuffer(self.tokens, np.int32, len(other), offset) != other
-        return (first + int(differ.argmax())) // size
+        base = self.base
+        end = stop * size
+        for first in range(block * size, end, _CHUNK):
+            last = min(first + _CHUNK, end)
+            differ = self.tokens[first - base : last - base] != tokens[first:last]
+            at = int(differ.argmax())
+            if differ[at]:
+                return (first + at) // size
+        return stop
 
-    def extend(self, end: int, tokens: Buffer, ids: array[int], items: list[ItemKey]) -> None:
-        """Append the blocks `[self.end, end)`."""
+    def hold(self, tokens: Tokens, end: int, size: int) -> None:
+        """Stand for the blocks up to `end`, at least those so far, which are the first of a request's tokens."""
+        first, known, last = self.start * size, self.end * size, end * size
         self.end = end
-        self.tokens.extend(tokens)
-        self.ids += ids
-        self.items += items
+        if _WASTE * (last - first) >= len(tokens):
+            self.tokens, self.base, self.owned = tokens, 0, False
+            return
+        if not self.owned or last - self.base > len(self.tokens):
+            grown = np.empty((last - first) * 5 // 4, np.int32)  # the next turns' go in without copying all again
+            grown[: known - first] = self.tokens[first - self.base : known - self.base]
+            self.tokens, self.base, self.owned = grown, first, True
+        self.tokens[known - self.base : last - self.base] = tokens[known:last]
 
     def split(self, block: int, size: int) -> Node:
         """Move the blocks before `block` to a new node above this one, and return it."""
         if self.parent is None:
             raise ValueError("a root has no blocks to split")
-        count = block - self.start
-        width = 4 * count * size
         first = bisect_left(self.items, (block * size,))
-        upper = Node(
-            self.parent, self.key, self.start, block, self.tokens[:width], self.ids[:count], self.items[:first]
-        )
+        upper = Node(self.parent, self.key, self.start, block, self.ids[: block - self.start], self.items[:first])
+        upper.tokens, upper.base = self.tokens, self.base
         upper.used = self.used
-        self.start = block
-        self.tokens = self.tokens[width:]
-        self.ids = self.ids[count:]
+        self.ids = self.ids[block - self.start :]
         self.items = self.items[first:]
+        self.start = block
         held = bisect_left(self.pins, block + 1)
         upper.pins, self.pins = self.pins[:held], self.pins[held:]
         self.parent.children[self.key] = upper
         self.parent = upper
-        self.key = block_key(bytes(self.tokens[: 4 * size]), keys_before(self.items, (block + 1) * size))
+        begin = block * size - self.base
+        self.key = block_key(self.tokens[begin : begin + size].tobytes(), keys_before(self.items, (block + 1) * size))
         upper.children[self.key] = self
+        self._trim(size)
+        upper._trim(size)
         return upper
 
     def cut(self, end: int, size: int) -> array[int]:
         """Drop the blocks from `end` on and return their ids; without any blocks left the node is dead."""
         ids = self.ids[end - self.start :]
         del self.ids[end - self.start :]
-        del self.tokens[(end - self.start) * 4 * size :]
         del self.items[bisect_left(self.items, (end * size,)) :]
         self.end = end
         self.cuts += 1
         if self.start == end and self.parent is not None:
             self.dead = True
             del self.parent.children[self.key]
+        self._trim(size)
         return ids
+
+    def _trim(self, size: int) -> None:
+        """Copy its part of an array that is much longer."""
+        first, count = self.start * size, (self.end - self.start) * size
+        if _WASTE * count < len(self.tokens):
+            begin = first - self.base
+            self.tokens = self.tokens[begin : begin + count].copy()
+            self.base = first
+            self.owned = True
 
 
 def _parting(own: list[ItemKey], keys: list[ItemKey]) -> int:
