@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmcache.audit import AuditReport
+from mmcache.fields import FieldConfig
+
 
 class Tower(nn.Module):
     """The least encoder: patches to rows."""
@@ -135,3 +138,21 @@ TAKEN_BACK: list[tuple[str, nn.Module, dict[str, Any], str]] = [
         "tgt_sizes",
     ),
 ]
+
+# An encoder that needs each of its two fields in one place, and how reports are asked
+
+TOWER = Tower()
+BATCH: dict[str, Any] = {"pixel_values": patches(), "grid": GRID}
+
+
+def split_rows(pixel_values: Tensor, grid: Tensor) -> list[Tensor]:
+    """Reads the grid for sizes only."""
+    return list(TOWER.weight(pixel_values).split(grid.prod(-1).tolist()))
+
+
+def configs(**kept: bool) -> dict[str, FieldConfig]:
+    return {name: FieldConfig.batched("image", keep_on_cpu=mark) for name, mark in kept.items()}
+
+
+def verdicts(report: AuditReport) -> dict[str, str]:
+    return {field.name: str(field.verdict) for field in report.fields}

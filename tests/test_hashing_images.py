@@ -4,21 +4,12 @@ import io
 
 import numpy as np
 import pytest
+from hashing_digests import H, distinct, equal
 from PIL import Image
 
 from mmcache import UnhashableContentError
 from mmcache.errors import MediaError
-from mmcache.hashing import ContentHasher, same_content
-
-H = ContentHasher()
-
-
-def distinct(*values):
-    return len({H.digest(value) for value in values}) == len(values)
-
-
-def equal(*values):
-    return len({H.digest(value) for value in values}) == 1
+from mmcache.hashing import same_content
 
 
 def picture(mode="RGB", size=(6, 4), seed=0):

@@ -7,13 +7,13 @@ import wave
 import numpy as np
 import pytest
 import torch
+from hashing_digests import H, distinct, equal
+from hashing_media import exif, gif, png, wav
 from PIL import Image
 
 from mmcache import FeatureCache, FieldConfig, MissingContentError, split_fields
 from mmcache.errors import MediaError
 from mmcache.hashing import AudioSource, ContentHasher, ImageSource, VideoSource, same_content
-
-H = ContentHasher()
 
 
 class Counting(ContentHasher):
@@ -33,49 +33,6 @@ class Weak:
         return H.digest(*parts, **named_parts)[:2]
 
 
-def digests(*sources):
-    return [source.digest(H) for source in sources]
-
-
-def distinct(*sources):
-    return len(set(digests(*sources))) == len(sources)
-
-
-def equal(*sources):
-    return len(set(digests(*sources))) == 1
-
-
-def png(mode="RGB", seed=0, kind="PNG", size=(16, 12), **options):
-    channels = len(Image.new(mode, (1, 1)).getbands())
-    data = np.random.default_rng(seed).integers(0, 256, size[0] * size[1] * channels, dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.frombytes(mode, size, data.tobytes()).save(buffer, kind, **options)
-    return buffer.getvalue()
-
-
-def exif(orientation):
-    tags = Image.Exif()
-    tags[0x0112] = orientation
-    return tags
-
-
-def wav(channels=1, rate=16000, width=2, seed=0):
-    buffer = io.BytesIO()
-    with wave.open(buffer, "wb") as file:
-        file.setnchannels(channels)
-        file.setsampwidth(width)
-        file.setframerate(rate)
-        file.writeframes(np.random.default_rng(seed).bytes(8 * channels * width))
-    return buffer.getvalue()
-
-
-def gif(count=4):
-    frames = [Image.new("RGB", (8, 8), (40 * i, 10, 200)) for i in range(count)]
-    buffer = io.BytesIO()
-    frames[0].save(buffer, "GIF", save_all=True, append_images=frames[1:])
-    return buffer.getvalue()
-
-
 def test_content_decides():
     assert equal(ImageSource(png()), ImageSource(bytes(png())))
     assert distinct(ImageSource(png(seed=1)), ImageSource(png(seed=2)))
@@ -85,7 +42,7 @@ def test_content_decides():
 def test_a_source_differs_from_its_bytes_and_from_other_kinds():
     data = png()
     values = [ImageSource(data), VideoSource(data), AudioSource(data), VideoSource([data])]
-    assert len({*digests(*values), H.digest(data), H.digest(H.digest(data)), H.digest([data])}) == 7
+    assert len({*map(H.digest, values), H.digest(data), H.digest(H.digest(data)), H.digest([data])}) == 7
 
 
 def test_a_digest_is_computed_once_and_carried():
