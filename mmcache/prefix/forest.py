@@ -9,7 +9,7 @@ from weakref import ref
 
 from mmcache.items import MultimodalRequest
 from mmcache.prefix.leaves import LeafOrder
-from mmcache.prefix.tree import Node, block_key, item_keys, keys_before
+from mmcache.prefix.tree import Comparison, Node, block_key, item_keys, keys_before
 
 __all__ = ["Forest", "Place", "Scope", "parent_of"]
 
@@ -58,6 +58,7 @@ class Forest:
         self.count = 0
         self.leaves = LeafOrder()
         self._places: dict[int, Place] = {}  # by id of the request
+        self._comparison = Comparison()
         self._clock = 0
         self._changes = 0
 
@@ -208,7 +209,7 @@ class Forest:
                 node = child
             until = min(stop, node.end)
             keys, after = item_keys(request, place.item, until * size)
-            agreed = node.common(block, until, request._buffer, keys, size)
+            agreed = node.common(block, until, request._buffer, keys, size, self._comparison)
             block = agreed
             if agreed < until:
                 place.item = bisect_left(request._offsets, agreed * size, place.item)

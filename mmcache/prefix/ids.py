@@ -16,16 +16,16 @@ __all__ = ["BlockIds", "Numbers", "check_ids"]
 
 BlockIds: TypeAlias = "Sequence[int] | Any"  # or a numpy array or tensor of integers
 
-_AHEAD = 256  # numbers made beyond those that are asked for
+_AHEAD = 1 << 12  # numbers made at once, beyond those that are asked for
 
 
 class Numbers:
     """The numbers from 0 on, each once."""
 
     def __init__(self) -> None:
-        self._made: array[int] = array("q")
-        self._next = 0  # index in those of the next one
-        self._first = 0  # the number at index 0
+        self._first = 0  # the number at index 0 of those that are made
+        self._next = 0  # index of the next one
+        self._made = self._make(0)
 
     def take(self, count: int) -> array[int]:
         """The next `count` numbers."""
@@ -33,10 +33,13 @@ class Numbers:
         last = first + count
         if last > len(self._made):
             self._first += first
+            self._made = self._make(count)
             first, last = 0, count
-            self._made = array("q", np.arange(self._first, self._first + count + _AHEAD, dtype=np.int64).tobytes())
         self._next = last
         return self._made[first:last]
+
+    def _make(self, count: int) -> array[int]:
+        return array("q", np.arange(self._first, self._first + count + _AHEAD, dtype=np.int64).tobytes())
 
 
 def check_ids(

@@ -24,7 +24,7 @@ import numpy as np
 
 from mmcache.items import MultimodalRequest
 
-__all__ = ["ItemKey", "Node", "block_key", "item_keys", "keys_before"]
+__all__ = ["Comparison", "ItemKey", "Node", "block_key", "item_keys", "keys_before"]
 
 Tokens: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -67,6 +67,29 @@ def keys_before(keys: list[ItemKey], limit: int) -> list[ItemKey]:
 def block_key(tokens: bytes, starts: Sequence[ItemKey]) -> Hashable:
     """Under what a parent knows the child that begins with a block: its tokens and the items that start in it."""
     return (tokens, *starts) if starts else tokens
+
+
+class Comparison:
+    """Finds where two runs of tokens part. Not thread-safe.
+
+    One side is copied to where `memcmp` can be had: that touches less memory than numpy's comparison and its mask do,
+    and stops where the runs part.
+    """
+
+    __slots__ = ("_bytes", "_view")
+
+    def __init__(self) -> None:
+        self._bytes = bytearray(4 * _CHUNK)
+        self._view: Tokens = np.frombuffer(self._bytes, np.int32)
+
+    def parting(self, one: Tokens, other: Tokens) -> int:
+        """Index of the first difference of two arrays of one length; that length where there is none."""
+        for first in range(0, len(one), _CHUNK):
+            mine, theirs = one[first : first + _CHUNK], other[first : first + _CHUNK]
+            self._view[: len(mine)] = mine
+            if not self._bytes.startswith(theirs):  # type: ignore[arg-type]
+                return first + int((mine != theirs).argmax())
+        return len(one)
 
 
 _NONE: Tokens = np.empty(0, np.int32)
@@ -122,7 +145,7 @@ class Node:
         """The block down to which it may be cut."""
         return self.pins[-1] if self.pins else self.start
 
-    def common(self, block: int, stop: int, tokens: Tokens, keys: list[ItemKey], size: int) -> int:
+    def common(self, block: int, stop: int, tokens: Tokens, keys: list[ItemKey], size: int, run: Comparison) -> int:
         """Up to which block, at most `stop <= end`, it agrees with a request that agrees up to `block`.
 
         Args:
@@ -131,6 +154,7 @@ class Node:
             tokens: the request's, from its first.
             keys: the keys of the request's items that start in the blocks `[block, stop)`.
             size: tokens of a block.
+            run: what compares.
         """
         own = self.items
         if block > self.start:
@@ -141,15 +165,8 @@ class Node:
             stop = _parting(own, keys) // size
         if tokens is self.tokens:
             return stop
-        base = self.base
-        end = stop * size
-        for first in range(block * size, end, _CHUNK):
-            last = min(first + _CHUNK, end)
-            differ = self.tokens[first - base : last - base] != tokens[first:last]
-            at = int(differ.argmax())
-            if differ[at]:
-                return (first + at) // size
-        return stop
+        first, last = block * size, stop * size
+        return (first + run.parting(self.tokens[first - self.base : last - self.base], tokens[first:last])) // size
 
     def hold(self, tokens: Tokens, end: int, size: int) -> None:
         """Stand for the blocks up to `end`, at least those so far, which are the first of a request's tokens."""
