@@ -193,11 +193,13 @@ class Hello(_Header):
         worker: its name.
         attached: whether it reads the arena; otherwise everything rides in messages.
         reads_payload: whether it runs the encoder (the first pipeline stage) or needs tokens and metadata only.
+        held: the handles whose rows its store has.
     """
 
     worker: Text
     attached: bool
     reads_payload: bool
+    held: list[int]
 
 
 class Welcome(_Header):

@@ -39,8 +39,9 @@ class WorkerReport:
     Attributes:
         worker: its name.
         epoch: number of its present life; 0 before it joined and after its channel broke.
-        joined: whether it started this epoch since the last report: it has no rows and no request of before.
+        joined: whether it started this epoch since the last report: it knows no request of before.
         gone: whether its channel broke; give it a new one with `add`, or `remove` it.
+        held: when it joined, the handles whose rows its store had; None in other reports.
         finished: numbers of the steps that it has finished.
         lost: what it did not have.
         error: the malformed message for which its channel was given up, or None.
@@ -50,6 +51,7 @@ class WorkerReport:
     epoch: int
     joined: bool = False
     gone: bool = False
+    held: tuple[int, ...] | None = None
     finished: tuple[int, ...] = ()
     lost: tuple[LostRows, ...] = ()
     error: MessageError | None = None
@@ -91,6 +93,7 @@ class News:
 
     joined: bool = False
     gone: bool = False
+    held: tuple[int, ...] | None = None
     finished: list[int] = field(default_factory=list)
     lost: list[LostRows] = field(default_factory=list)
     error: MessageError | None = None
@@ -108,7 +111,7 @@ class Peer:
     Attributes:
         name, channel: as added; no channel after it broke.
         epoch: of its present life; 0 while it has not joined.
-        newest_epoch: the largest that it ever had here.
+        newest_epoch: the largest that it had over this channel.
         attached: whether it reads the arena.
         reads_payload: whether it runs the encoder.
         sequence: number of the last message of this epoch.
@@ -170,7 +173,14 @@ class Peer:
             return None
         self.news = News()
         return WorkerReport(
-            self.name, self.epoch, news.joined, news.gone, tuple(news.finished), tuple(news.lost), news.error
+            self.name,
+            self.epoch,
+            news.joined,
+            news.gone,
+            news.held,
+            tuple(news.finished),
+            tuple(news.lost),
+            news.error,
         )
 
     def leave(self) -> list[Region]:

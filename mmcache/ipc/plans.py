@@ -51,7 +51,8 @@ def decode_plan(part: Part, mirror: Mirror) -> StepPlan:
     """
     ledger_id, plan_id, epoch, needed_from, lookahead, num_items, first = part.plan
     start, end = part.window
-    if not start <= end <= mirror.num_tokens or num_items > mirror.num_items or first > num_items:
+    lies_within = start <= end <= mirror.num_tokens and needed_from <= mirror.num_tokens
+    if not lies_within or not first <= num_items <= mirror.num_items:
         raise MessageError(
             "a plan lies within its request",
             request_id=mirror.request_id,

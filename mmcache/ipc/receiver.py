@@ -74,6 +74,7 @@ class Receiver:
         self.epoch = max(self.epoch + 1, time.monotonic_ns())
         self._reader: ArenaReader | None = None
         self._mirrors: dict[int, Mirror] = {}
+        self._over: list[Mirror] = []  # of requests that are over; freed when nobody waits for a step
         self._expected = 1
         self._early: dict[int, Frame] = {}
         self._waiting: WorkerStep | None = None
@@ -86,9 +87,10 @@ class Receiver:
             self._channel = channel
             self._wait = waiter(channel)
             self._session = 0
-            self._say(Kind.HELLO, Hello(worker=self.worker, attached=False, reads_payload=self._reads_payload))
-        elif self._session:
+        if self._session:
             self._join()
+        else:
+            self._say(Kind.HELLO, self._hello())
 
     def next(self, timeout: float | None = 0.0) -> WorkerStep | None:
         """The next step, in the order in which they were sent.
@@ -159,8 +161,12 @@ class Receiver:
                 self._reader = ArenaReader(self._arena_path, self.epoch)
             except ConfigError:
                 self._reader = None  # no shared memory with the scheduler: its messages carry the bytes
-        hello = Hello(worker=self.worker, attached=self._reader is not None, reads_payload=self._reads_payload)
-        self._say(Kind.HELLO, hello)
+        self._say(Kind.HELLO, self._hello())
+
+    def _hello(self) -> Hello:
+        held = () if self._store is None else self._store.handles()
+        attached = self._reader is not None
+        return Hello(worker=self.worker, attached=attached, reads_payload=self._reads_payload, held=list(held))
 
     def _advance(self) -> WorkerStep | None:
         while self._waiting is None and self._expected in self._early:
@@ -182,8 +188,7 @@ class Receiver:
 
     def _begin(self, sequence: int, message: Step, body: Body) -> WorkerStep:
         """Take a step's message in; nothing has been taken, and no plan applied, if it raises."""
-        for uid in message.ended:
-            self._mirrors.pop(uid, None)
+        self._over += [self._mirrors.pop(uid) for uid in message.ended if uid in self._mirrors]
         for delta in message.deltas:
             mirror = self._mirrors.get(delta.uid) or Mirror(delta)
             mirror.extend(delta, body)
@@ -297,6 +302,7 @@ class Receiver:
         self._promised.pop(sequence, None)
         self._release(sequence)
         self._report()
+        self._over.clear()
 
     def _report(self) -> None:
         report = Report(

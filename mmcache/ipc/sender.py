@@ -88,6 +88,8 @@ class Sender:
             return
         self._links.end_epoch(peer)
         peer.connect(channel)
+        # Nothing old comes over a new channel, and on another machine epochs count from elsewhere.
+        peer.newest_epoch = 0
 
     def remove(self, worker: str) -> None:
         """Forget a worker, and what was under way for it; memory that it may still read is kept until it cannot."""
@@ -283,7 +285,7 @@ class Sender:
             peer.epoch = peer.newest_epoch = frame.epoch
             peer.reads_payload = hello.reads_payload
             peer.attached = hello.attached and self.arena is not None and self.arena.reader_lives(frame.epoch)
-            peer.news.joined, peer.news.gone = True, False
+            peer.news.joined, peer.news.gone, peer.news.held = True, False, tuple(hello.held)
             while peer.waiting and peer.epoch:
                 self._send_again(peer, peer.waiting.popleft())
 

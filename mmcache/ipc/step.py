@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Protocol
@@ -20,6 +20,9 @@ __all__ = ["RowStore", "WorkerPart", "WorkerStep"]
 
 class RowStore(Protocol):
     """What a receiver asks of the store that holds the rows; `EmbeddingStore` is one."""
+
+    def handles(self) -> Sequence[int]:
+        """The handles whose rows are here."""
 
     def apply(self, plan: StepPlan, /) -> Any:
         """Drop what the plan says; returns a report with `lost`: handles that it calls stored and that are not here."""

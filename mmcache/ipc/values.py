@@ -35,6 +35,7 @@ __all__ = [
 ALIGNMENT = 64
 MAX_DEPTH = 16
 MAX_DIMS = 64
+_MAX_ELEMENTS = 1 << 48  # of an empty tensor, were its empty dimensions not empty; strides have to fit 64 bits
 
 Leaf: TypeAlias = tuple[str, tuple[int, ...], int]
 """(dtype name, shape, offset in the block)."""
@@ -137,6 +138,8 @@ def leaf_bytes(leaf: Leaf, limit: int) -> int:
     if size is None or len(shape) > MAX_DIMS or any(extent < 0 for extent in shape):
         raise MessageError("a tensor's description is impossible", found=f"{name[:32]!r} {shape[:8]}")
     nbytes = math.prod(shape) * size
+    if not nbytes and math.prod(extent or 1 for extent in shape) > _MAX_ELEMENTS:
+        raise MessageError("an empty tensor's shape is impossible", found=shape[:8])
     if offset < 0 or offset % size or offset + nbytes > limit:
         raise MessageError(
             "a tensor lies outside its block", expected=f"within {limit} bytes", found=f"{nbytes} bytes at {offset}"

@@ -18,6 +18,7 @@ from mmcache.errors import MessageError
 
 __all__ = [
     "MAX_BODY",
+    "MAX_EPOCH",
     "Body",
     "Frame",
     "Kind",
@@ -35,6 +36,8 @@ _COUNTS = struct.Struct("<II")
 _MAX_BUFFERS = 1 << 16
 MAX_BODY = 1 << 34
 """Bytes that a body has at most."""
+MAX_EPOCH = (1 << 63) - 1
+"""Epochs name bytes that are locked (see `mmcache.ipc.segment`), so they are offsets in a file."""
 
 
 class Kind(IntEnum):
@@ -127,6 +130,8 @@ def parse_frame(data: bytes | memoryview) -> Frame:
     kind = _KINDS.get(number)
     if kind is None or place not in (0, 1):
         raise MessageError("the message is of an unknown kind", found=(number, place))
+    if epoch > MAX_EPOCH:
+        raise MessageError("an epoch is a possible one", expected=f"at most {MAX_EPOCH}", found=epoch)
     rest = memoryview(data)[_PREFIX.size :]
     if not place:
         return Frame(kind, session, epoch, sequence, rest, None)
