@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from builders import ROW_BYTES, rows_of
+from builders import ROW_BYTES, images, request, rows_of
 from torch import Tensor
 
 from mmcache.ipc import Arena, Receiver, Sender, WorkerPart, WorkerStep
@@ -19,6 +19,11 @@ from mmcache.planning import StepPlan
 from mmcache.policies import make_policy
 from mmcache.store import EmbeddingStore
 from mmcache.transfer import encoder_inputs
+
+
+def three(name: str = "r") -> MultimodalRequest:
+    """A request of three pictures, one of them with gaps."""
+    return request(name, 40, images((2, 8), (12, 8, [True, True, False, True] * 2), (22, 8)))
 
 
 class End:
@@ -129,6 +134,17 @@ class Scheduler:
             self.poll()
             worker.receiver.next()
         return worker
+
+    def receiver(self) -> Receiver:
+        """The receiver of a worker without a store that takes the place of the one before."""
+        self.sender.remove("w")
+        ours, theirs = channel()
+        self.sender.add("w", ours)
+        receiver = Receiver(theirs, "w")
+        self.poll()
+        receiver.next()
+        self.poll()
+        return receiver
 
     def poll(self) -> list[Any]:
         reports = self.sender.poll()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -17,7 +17,6 @@ from mmcache import (
     EmbeddingError,
     EmbeddingStore,
     EncoderLedger,
-    ItemStatus,
     MergePlan,
     MultimodalRequest,
     Progress,
@@ -50,27 +49,11 @@ class SplitLookup:
         return self._plan
 
     @property
-    def window(self) -> tuple[int, int]:
-        return self._plan.window
-
-    @property
     def needed(self) -> tuple[int, ...]:
         return tuple(item.index for item in self.plan.items)
 
-    @property
-    def missing(self) -> tuple[int, ...]:
-        return self.plan.missing
-
-    @property
-    def stored(self) -> tuple[int, ...]:
-        return self.plan.stored
-
-    @property
-    def in_flight(self) -> tuple[int, ...]:
-        return self.plan.in_flight
-
-    def status(self, index: int) -> ItemStatus:
-        return self.plan.status(index)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plan, name)  # window, status, missing, stored, in_flight: those of the plan as things stand
 
     def poll(self) -> Progress:
         return self.engine.ledger.poll(self._plan)

@@ -13,10 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from builders import images, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ipc_helpers import Scheduler, Worker, channel, exchange, expected, nothing_is_held
+from ipc_helpers import Scheduler, Worker, channel, exchange, expected, nothing_is_held, three
 
 from mmcache.errors import ArenaFullError, MessageError, MMCacheError
 from mmcache.fields import FieldConfig, ItemFields
@@ -34,10 +33,6 @@ def scheduler() -> Iterator[Scheduler]:
     arena = Arena(1 << 18)
     yield Scheduler(arena)
     arena.close()
-
-
-def three(name: str = "r") -> MultimodalRequest:
-    return request(name, 40, images((2, 8), (12, 8, [True, True, False, True] * 2), (22, 8)))
 
 
 # -- joining --------------------------------------------------------------------------------------------------

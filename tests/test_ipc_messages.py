@@ -120,13 +120,7 @@ def scheduler() -> Any:
 def test_a_request_comes_out_as_it_went_in(scheduler: Scheduler, source: MultimodalRequest, inline: bool) -> None:
     if inline:
         scheduler = Scheduler(None)
-    ours, theirs = channel()
-    scheduler.sender.remove("w")
-    scheduler.sender.add("w", ours)
-    receiver = Receiver(theirs, "w")
-    scheduler.poll()
-    receiver.next()
-    scheduler.poll()
+    receiver = scheduler.receiver()
     bare = [item.fields is None or "pixels" not in item.fields for item in source.items]
     needed = [index for index, empty in enumerate(bare) if not empty and source.items[index].placeholder.num_embeds]
     computed = source.num_tokens if any(bare) else 0
@@ -163,13 +157,7 @@ def test_a_request_comes_out_as_it_went_in(scheduler: Scheduler, source: Multimo
 def test_deltas_add_up_to_the_request(scheduler: Scheduler, cuts: list[int]) -> None:
     whole = request("whole", 41, images((2, 8), (12, 8, [True, False] * 4), (22, 8), (32, 8)))
     bounds = sorted({0, 41, *cuts})
-    ours, theirs = channel()
-    scheduler.sender.remove("w")
-    scheduler.sender.add("w", ours)
-    receiver = Receiver(theirs, "w")
-    scheduler.poll()
-    receiver.next()
-    scheduler.poll()
+    receiver = scheduler.receiver()
     source = request("grows", 0)
     for start, end in pairwise(bounds):
         new = [item for item in whole.items if start < item.placeholder.offset + item.placeholder.length <= end]

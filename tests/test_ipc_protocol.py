@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from builders import image_fields, images, request, rows_of
-from ipc_helpers import Scheduler, Worker, channel, exchange, expected, merged, nothing_is_held, planned
+from ipc_helpers import Scheduler, Worker, channel, exchange, expected, merged, nothing_is_held, planned, three
 
 from mmcache.errors import ConfigError, MessageError, MissingContentError, ReleasedError, RequestError
 from mmcache.fields import FieldConfig, ItemFields
@@ -27,10 +27,6 @@ def scheduler() -> Iterator[Scheduler]:
     arena = Arena(1 << 18)
     yield Scheduler(arena)
     arena.close()
-
-
-def three(name: str = "r") -> MultimodalRequest:
-    return request(name, 40, images((2, 8), (12, 8, [True, True, False, True] * 2), (22, 8)))
 
 
 def bare(name: str, ids: str) -> MultimodalRequest:
