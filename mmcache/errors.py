@@ -166,7 +166,7 @@ class UnresolvedItemError(MMCacheError, RuntimeError):
 
 
 class SelfWaitError(MMCacheError, RuntimeError):
-    """A lookup waits for rows that it has to encode itself: it would wait for ever."""
+    """Something waits for what it has to do itself (a lookup for rows to encode, say): it would wait for ever."""
 
 
 class WaitTimeoutError(MMCacheError, TimeoutError):

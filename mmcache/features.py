@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from cachetools import LRUCache
 
-from mmcache.errors import ConfigError, FieldError
-from mmcache.fields import FieldValue, ItemFields
+from mmcache.errors import ConfigError, FieldError, SelfWaitError
+from mmcache.fields import FieldValue, ItemFields, owns_memory
 from mmcache.hashing import same_content
+from mmcache.integers import as_int
 
 __all__ = ["FeatureCache", "FeatureStats"]
 
@@ -47,11 +48,20 @@ class FeatureStats:
         return (self.hits + self.joins) / asked if asked else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A content that is being processed, and by which thread."""
+
+    future: Future[ItemFields]
+    thread: int
+
+
 class FeatureCache:
     """`ItemFields` by content identifier, least recently used out first, bounded in bytes.
 
     Thread-safe; the lock is not held while anything is processed. What is handed out stays valid after its eviction.
-    An entry owns its memory: a view into a larger batch is copied when it comes in, so that it keeps no batch alive.
+    An entry owns its memory: a view into a larger batch, or into memory of another library (numpy), is copied when it
+    comes in, so that it keeps nothing else alive. A tensor that is all of its storage is kept as it is: hand it over.
     """
 
     def __init__(
@@ -70,15 +80,18 @@ class FeatureCache:
         Raises:
             ConfigError: not an integer >= 0, or a share that is none.
         """
-        if isinstance(capacity_bytes, bool) or not isinstance(capacity_bytes, int) or capacity_bytes < 0:
+        capacity = as_int(capacity_bytes)
+        if capacity is None or capacity < 0:
             raise ConfigError("capacity_bytes is an integer >= 0", field="capacity_bytes", found=repr(capacity_bytes))
         if isinstance(verify, bool) or not isinstance(verify, (int, float)) or not 0 <= verify <= 1:
             raise ConfigError("verify is a share of the hits", field="verify", expected="0 to 1", found=repr(verify))
         self._verify = float(verify)
         self._unverified = 0.0
         self._on_collision = on_collision
-        self._entries: LRUCache[str, ItemFields] = LRUCache(capacity_bytes, getsizeof=_nbytes)
-        self._working: dict[str, Future[ItemFields]] = {}
+        self._entries: LRUCache[str, ItemFields] = LRUCache(capacity, getsizeof=_nbytes)
+        self._working: dict[str, _Work] = {}
+        self._waiting: dict[int, _Work] = {}  # thread -> the work of another one that it waits for
+        self._inside: set[tuple[int, str]] = set()  # thread and content: `process` runs
         self._lock = threading.Lock()
         self._hits = self._misses = self._joins = self._collisions = self._oversized = 0
 
@@ -114,11 +127,17 @@ class FeatureCache:
         """The fields of a content; where they are not held, `process()` makes them, once for all who ask meanwhile.
 
         If `process` raises, its error reaches the one who called it, and of the others one tries anew.
+
+        Raises:
+            SelfWaitError: `process` asks for its own content, or for one whose processing waits for this one.
         """
+        thread = threading.get_ident()
         while True:
             with self._lock:
                 fields = self._entries.get(identifier)
-                future = self._working.get(identifier) if fields is None else None
+                work = None if fields is not None else self._working.get(identifier)
+                if (thread, identifier) in self._inside or (work is not None and self._waits_for(work, thread)):
+                    raise SelfWaitError(f"processing {identifier!r} waits for itself")
                 if fields is not None:
                     self._hits += 1
                     # One hit in every 1 / verify, evenly: chance would let a short run go unverified.
@@ -126,26 +145,48 @@ class FeatureCache:
                     if self._unverified < 1:
                         return fields
                     self._unverified -= 1
-                elif future is None:
-                    mine: Future[ItemFields] = Future()
-                    self._working[identifier] = mine
+                elif work is None:
+                    mine = self._working[identifier] = _Work(Future(), thread)
                     self._misses += 1
                 else:
                     self._joins += 1
+                    self._waiting[thread] = work
             if fields is not None:
-                return self._verified(identifier, fields, process())
-            if future is None:
-                return self._process(identifier, process, mine)
+                return self._verified(identifier, fields, self._run(identifier, process))
+            if work is None:
+                return self._process(identifier, process, mine.future)
             try:
-                return future.result()
+                return work.future.result()
             except BaseException:
-                if not future.done():
+                if not work.future.done():
                     raise  # interrupted while waiting
                 continue  # the error is its caller's; whoever waited tries for itself
+            finally:
+                with self._lock:
+                    self._waiting.pop(thread, None)
+
+    def _waits_for(self, work: _Work, thread: int) -> bool:
+        """Whether the work, through whatever waits for whatever, waits for this thread."""
+        while work.thread != thread:
+            following = self._waiting.get(work.thread)
+            if following is None or following.future.done():
+                return False
+            work = following
+        return True
+
+    def _run(self, identifier: str, process: Callable[[], ItemFields]) -> ItemFields:
+        inside = threading.get_ident(), identifier
+        with self._lock:
+            self._inside.add(inside)
+        try:
+            return process()
+        finally:
+            with self._lock:
+                self._inside.discard(inside)
 
     def _process(self, identifier: str, process: Callable[[], ItemFields], mine: Future[ItemFields]) -> ItemFields:
         try:
-            fields = self.put(identifier, process())
+            fields = self.put(identifier, self._run(identifier, process))
         except BaseException as error:
             with self._lock:
                 del self._working[identifier]
@@ -206,6 +247,5 @@ def _own(value: FieldValue) -> FieldValue:
     if isinstance(value, list):
         owned = [_own(entry) for entry in value]
         return value if all(a is b for a, b in zip(owned, value)) else owned
-    if value.untyped_storage().nbytes() == value.numel() * value.element_size():
-        return value
-    return value.clone()
+    value = value.detach() if value.requires_grad else value
+    return value if owns_memory(value) else value.clone()

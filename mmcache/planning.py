@@ -7,7 +7,7 @@ at: a plan for n covered items and k needed ones costs O(log n + k).
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from operator import attrgetter
@@ -285,7 +285,7 @@ def _bound(request: MultimodalRequest, name: str, value: object, most: int | Non
 
 def needed_items(
     request: MultimodalRequest, needed_from: int, horizon: int, num_items: int | None = None
-) -> tuple[int, int, list[int]]:
+) -> tuple[int, int, Sequence[int]]:
     """The items that a step needs: those whose next embedding row at or after `needed_from` lies before `horizon`.
 
     Args:
@@ -301,10 +301,12 @@ def needed_items(
     later = len(request.items) if num_items is None else num_items
     first = bisect_right(request._reach, needed_from, 0, later)
     if first == later:
-        return first, later, []
+        return first, later, ()
     if horizon < request.num_tokens:
         # Of items that nest, one that begins late may yet end before `needed_from`.
         later = bisect_left(request._offsets, horizon if horizon > needed_from else needed_from, first, later)
+    elif request._offsets[first] >= needed_from and not request._zero_rows:
+        return first, later, range(first, later)
     first_rows, end_rows = request._first_rows, request._end_rows
     needed = []
     for index in range(first, later):

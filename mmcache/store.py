@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mmcache.errors import EmbeddingError, UnresolvedItemError
+from mmcache.fields import owns_memory
 from mmcache.planning import ItemStatus, PlannedItem, StepPlan
 from mmcache.staging import Event, staging_for
 
@@ -93,7 +94,8 @@ class EmbeddingStore:
             handle: as the plan names it.
             rows: floating-point `[num_rows, width]` on any device.
             copy: False hands the tensor over, to be kept as it is where it is contiguous, on this store's device and
-                its storage's only content; the caller does not write to it again. Anything else is copied.
+                its storage's only content, in memory of torch's (an array of numpy's may be a view of a larger one);
+                the caller does not write to it again. Anything else is copied.
 
         Returns:
             Bytes kept.
@@ -167,7 +169,7 @@ class EmbeddingStore:
     def _own(self, rows: Tensor, copy: bool) -> _Held:
         if rows.device.type != self.device.type or (self.device.index not in (None, rows.device.index)):
             rows = _to_device(rows, self.device)
-        elif copy or not _is_whole(rows):
+        elif copy or not (rows.is_contiguous() and owns_memory(rows)):
             rows = rows.clone(memory_format=torch.contiguous_format)
         return _Held(rows, _written(rows))
 
@@ -203,11 +205,6 @@ def check_rows(rows: object, num_rows: int, request_id: str, index: int) -> Tens
 
 def _bytes(rows: Tensor) -> int:
     return rows.numel() * rows.element_size()
-
-
-def _is_whole(rows: Tensor) -> bool:
-    """Whether the tensor is all that its storage holds, so that keeping it keeps nothing else alive."""
-    return rows.is_contiguous() and rows.untyped_storage().nbytes() == _bytes(rows)
 
 
 def _to_device(rows: Tensor, device: torch.device) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from typing import Any
 
@@ -15,12 +16,16 @@ from mmcache import (
     EmbeddingError,
     EncoderLedger,
     ItemStatus,
+    Lookup,
+    MergePlan,
     MultimodalCache,
     MultimodalItem,
     MultimodalRequest,
     PlaceholderRange,
     ReleasedError,
+    RequestError,
     UnresolvedItemError,
+    encoder_inputs,
     make_policy,
 )
 
@@ -407,6 +412,17 @@ def test_an_entry_owns_its_memory(make: Any) -> None:
     assert rows.untyped_storage().nbytes() == 4 * ROW_BYTES
 
 
+def test_an_entry_owns_its_memory_though_numpy_lent_it(make: Any) -> None:
+    """A tensor over a view of an array looks whole, and holds all of the array."""
+    cache = make()
+    array = rows_of("a", 1000).numpy()
+    expected = torch.from_numpy(array[1:5].copy())
+    lookup = cache.lookup(one_image("r", "a"), num_computed_tokens=0)
+    cache.insert(lookup, [torch.from_numpy(array[1:5])], copy=False)
+    array[:] = 0
+    assert torch.equal(lookup.rows(0), expected)
+
+
 def test_rows_handed_over_whole_are_not_copied() -> None:
     cache = MultimodalCache(CacheConfig(capacity_bytes=1 << 20))
     mine = rows_of("a", 4)
@@ -477,6 +493,104 @@ def test_nothing_works_after_release(make: Any) -> None:
             use()
     with pytest.raises(ReleasedError):
         cache.insert(lookup, {})
+
+
+USES: dict[str, Any] = {
+    "status": lambda lookup: lookup.status(0),
+    "action": lambda lookup: lookup.action(0, "pixel_values"),
+    "metadata": lambda lookup: lookup.metadata("image_grid_thw"),
+    "rows": lambda lookup: lookup.rows(0),
+    "key": lambda lookup: lookup.key(0),
+    "merge_into": lambda lookup: lookup.merge_into(torch.zeros(6, WIDTH)),
+    "poll": lambda lookup: lookup.poll(),
+    "wait": lambda lookup: lookup.wait(0),
+    "ready": lambda lookup: asyncio.run(lookup.ready(0)),
+    "shrink": lambda lookup: lookup.shrink(0),
+    "__enter__": lambda lookup: lookup.__enter__(),
+}
+
+
+@pytest.mark.parametrize("end", ["release", "finish"])
+def test_of_a_lookup_that_has_ended_only_release_and_its_request_are_left(end: str) -> None:
+    cache = MultimodalCache(CacheConfig(capacity_bytes=1 << 20))
+    lookup = cache.lookup(one_image("r", "a"), num_computed_tokens=0)
+    lookup.release() if end == "release" else cache.finish(lookup.request)
+    names = {name for name in dir(Lookup) if not name.startswith("_")} - {"release", "request"} | {"__enter__"}
+    assert set(USES) <= names
+    for name in names:
+        use = USES.get(name, lambda lookup, name=name: getattr(lookup, name))
+        with pytest.raises(ReleasedError, match="'r'"):
+            use(lookup)
+    for batch in (lambda: encoder_inputs([lookup], "cpu"), lambda: MergePlan([lookup]).merge_into(torch.zeros(6, 4))):
+        with pytest.raises(ReleasedError):
+            batch()
+    lookup.release()
+    assert lookup.request.request_id == "r"
+    assert "released" in repr(lookup)
+
+
+def test_a_lookup_is_of_its_request_as_it_was(make: Any) -> None:
+    """The next turn's tokens and items come while the step is under way."""
+    cache = make()
+    req = request("r", 20, [*images((2, 4), (12, 4)), *images((18, 2, [False, False]), ids="z")])
+    lookup = cache.lookup(req, num_computed_tokens=0, num_scheduled_tokens=10, lookahead=10)
+    before = lookup.plan.bytes
+    statuses = [lookup.status(i) for i in range(3)]
+    req.extend([1] * 10, [*images((20, 4), (26, 2), ids="cd"), *images((29, 1, [False]), ids="y")])
+    assert lookup.plan.bytes == before
+    assert (lookup.plan.num_items, lookup.window) == (3, (0, 10))
+    assert [lookup.status(i) for i in range(3)] == statuses
+    with pytest.raises(RequestError):
+        lookup.status(3)
+    if isinstance(cache, MultimodalCache):
+        assert lookup.bytes == before
+        assert len(lookup.metadata("image_grid_thw")) == 3
+        lookup.shrink(4)
+        assert (lookup.missing, lookup.bytes.total) == ((0, 1), before.total)
+    fill(cache, lookup)
+    lookup.release()
+    stats = cache.stats()
+    assert sum(stats.items.values()) == 3
+    assert sum(stats.bytes.values()) == before.total
+    again = cache.lookup(req, num_computed_tokens=10)
+    assert again.missing == (3, 4)
+    assert again.plan.bytes.total == 2 * before.total
+
+
+def test_a_preempted_request_that_starts_over_keeps_what_it_needs_again(make: Any) -> None:
+    """Its tokens are computed anew: what was committed before is needed once more, and until it is committed again."""
+    cache = make(rows=4)
+    req = one_image("r", "a")
+    first = cache.lookup(req, num_computed_tokens=0)
+    fill(cache, first)
+    cache.commit(req, 6)
+    second = cache.lookup(req, num_computed_tokens=0, num_scheduled_tokens=3)
+    assert second.stored == (0,)
+    first.release()
+    second.release()
+    cache.commit(req, 3)
+    assert cache.stats().pinned_bytes == 4 * ROW_BYTES
+    assert step(cache, one_image("other", "b")) == ["b"]
+    assert cache.stats().uncached == {"all room is pinned": 1}
+    assert step(cache, req, start=3) == []
+    assert cache.stats().pinned_bytes == 0
+    assert step(cache, one_image("third", "c")) == ["c"]
+    assert step(cache, req) == ["a"]
+
+
+def test_a_request_that_waits_gives_up_its_pins_when_its_step_ends(make: Any) -> None:
+    cache = make(rows=4)
+    req = one_image("r", "a")
+    lookup = cache.lookup(req, num_computed_tokens=0, num_scheduled_tokens=3)
+    fill(cache, lookup)
+    cache.announce(req)  # preempted while its step runs: that step still merges
+    cache.lookup(one_image("other", "b"), num_computed_tokens=0).release()
+    check_merge(lookup)
+    lookup.release()
+    assert cache.stats().pinned_bytes == 0
+    again = cache.lookup(req, num_computed_tokens=0)
+    again.release()
+    assert cache.stats().pinned_bytes == 4 * ROW_BYTES
 
 
 def test_finish_ends_open_lookups(make: Any) -> None:
@@ -580,6 +694,28 @@ def test_bad_embeddings_change_nothing(make: Any, bad: Any) -> None:
     assert (target == 3.0).all()
     fill(cache, lookup)
     check_merge(lookup)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), True, "1"])
+def test_an_encode_that_took_no_time_that_can_be(seconds: Any) -> None:
+    cache = MultimodalCache(CacheConfig(capacity_bytes=1 << 20))
+    lookup = cache.lookup(one_image("r", "a"), num_computed_tokens=0)
+    with pytest.raises(EmbeddingError, match="seconds"):
+        cache.insert(lookup, [rows_of("a", 4)], seconds=seconds)
+    assert lookup.missing == (0,)
+    cache.insert(lookup, [rows_of("a", 4)], seconds=0)
+    lookup.release()
+    cache.finish("r")
+    assert cache.stats().pinned_bytes == 0
+
+
+def test_rows_for_what_is_no_lookup_of_this_cache() -> None:
+    one, other = (MultimodalCache(CacheConfig(capacity_bytes=1 << 20)) for _ in range(2))
+    lookup = other.lookup(one_image("r", "a"), num_computed_tokens=0)
+    for target in (lookup, lookup.plan, "r"):
+        with pytest.raises(RequestError):
+            one.insert(target, [rows_of("a", 4)])
+    assert lookup.missing == (0,)
 
 
 def test_a_stored_item_is_nobodys_to_insert(make: Any) -> None:
@@ -709,6 +845,32 @@ def test_a_ledger_takes_requests_and_their_ids() -> None:
         ledger.plan(req, num_computed_tokens=0)
         ledger.finish(of(req))
         assert ledger.stats().entries == 0
+
+
+@pytest.mark.parametrize("sizes", [{0: 65}, {0: 0}, {0: -64}, {0: 64, 1: 65}, {0: 128, 1: 128}, {0: 64, 1: 96}])
+@pytest.mark.parametrize("row_bytes", [{"image": ROW_BYTES}, {}])
+def test_a_worker_s_report_of_other_rows_than_were_reserved_is_refused(sizes: Any, row_bytes: Any) -> None:
+    ledger = EncoderLedger(1 << 20, make_policy("lru"), row_bytes=row_bytes)
+    plan = ledger.plan(request("r", 20, images((0, 4), (10, 5))), num_computed_tokens=0)
+    before = ledger.stats()
+    with pytest.raises(EmbeddingError, match="'r'"):
+        ledger.settle(plan, sizes)
+    assert ledger.stats() == before
+    ledger.check()
+    assert ledger.refresh(plan).missing == (0, 1)
+    ledger.settle(plan, {0: 4 * ROW_BYTES, 1: 5 * ROW_BYTES})
+    assert ledger.refresh(plan).stored == (0, 1)
+
+
+def test_workers_drop_what_a_request_began_that_was_aborted() -> None:
+    """The worker has the rows, and the request ends before the scheduler hears of them."""
+    cache = SplitEngine(CacheConfig(capacity_bytes=1 << 20, row_bytes={"image": ROW_BYTES}))
+    lookup = cache.lookup(one_image("r", "a"), num_computed_tokens=0)
+    for store in cache.stores:
+        store.put_planned(lookup.plan, {0: rows_of("a", 4)})
+    cache.finish(lookup.request)
+    cache.lookup(request("text", 4), num_computed_tokens=0)
+    assert [len(store) for store in cache.stores] == [0, 0]
 
 
 def test_settling_what_a_plan_does_not_need_changes_nothing() -> None:

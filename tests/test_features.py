@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 
-from mmcache import ConfigError, FeatureCache, FieldConfig, FieldError, ItemFields
+from mmcache import ConfigError, FeatureCache, FieldConfig, FieldError, ItemFields, SelfWaitError
 
 CONFIGS = {"x": FieldConfig.batched("image"), "grid": FieldConfig.batched("image", keep_on_cpu=True)}
 
@@ -72,6 +73,27 @@ def test_an_entry_keeps_no_batch_alive() -> None:
     assert kept["x"].untyped_storage().nbytes() == 16
 
 
+def test_an_entry_keeps_no_array_of_numpy_alive() -> None:
+    """A tensor over a view of an array looks whole, and holds all of the array."""
+    array = np.arange(1000, dtype=np.float32)
+    cache = FeatureCache(10 * SIZE)
+    given = ItemFields({"x": torch.from_numpy(array[4:8])}, CONFIGS)
+    assert given["x"].untyped_storage().nbytes() == 16
+    kept = cache.put("a", given)
+    array[:] = 0
+    assert kept["x"].tolist() == [4.0, 5.0, 6.0, 7.0]
+
+
+def test_an_entry_keeps_no_graph_alive() -> None:
+    kept = FeatureCache(10 * SIZE).put("a", ItemFields({"x": torch.ones(4, requires_grad=True) * 2}, CONFIGS))
+    assert not kept["x"].requires_grad
+
+
+def test_a_whole_tensor_is_not_copied() -> None:
+    given = fields(1.0)
+    assert FeatureCache(10 * SIZE).put("a", given)["x"].data_ptr() == given["x"].data_ptr()
+
+
 def test_of_many_who_ask_at_once_one_processes() -> None:
     cache = FeatureCache(10 * SIZE)
     calls, started = [], threading.Barrier(8)
@@ -117,6 +139,51 @@ def test_when_processing_fails_its_caller_hears_of_it_and_another_tries() -> Non
         results = list(pool.map(ask, range(4)))
     assert results == ["the picture is broken", "1.0", "1.0", "1.0"]
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("verify", [0.0, 1.0])
+def test_processing_that_asks_for_its_own_content_is_told_at_once(verify: float) -> None:
+    cache = FeatureCache(10 * SIZE, verify=verify)
+
+    def process() -> ItemFields:
+        return cache.get_or_process("a", process)
+
+    with pytest.raises(SelfWaitError, match="'a'"):
+        cache.get_or_process("a", process)
+    cache.put("a", fields(1.0))
+    if verify:  # a hit is processed as well
+        with pytest.raises(SelfWaitError):
+            cache.get_or_process("a", process)
+    assert cache.get_or_process("a", lambda: fields(1.0))["x"][0] == 1
+
+
+def test_processing_may_ask_for_other_contents() -> None:
+    cache = FeatureCache(10 * SIZE)
+
+    def process() -> ItemFields:
+        return fields(float(cache.get_or_process("part", lambda: fields(2.0))["x"][0]))
+
+    assert cache.get_or_process("whole", process)["x"][0] == 2
+
+
+def test_two_that_process_each_other_s_content_do_not_wait_for_ever() -> None:
+    cache = FeatureCache(10 * SIZE)
+    both = threading.Barrier(2)
+
+    def ask(mine: str, other: str) -> str:
+        def process() -> ItemFields:
+            both.wait()
+            return cache.get_or_process(other, lambda: fields(1.0))
+
+        try:
+            cache.get_or_process(mine, process)
+        except SelfWaitError:
+            return "refused"
+        return "served"
+
+    with ThreadPoolExecutor(2) as pool:
+        results = [future.result(20) for future in (pool.submit(ask, "a", "b"), pool.submit(ask, "b", "a"))]
+    assert sorted(results) == ["refused", "served"]
 
 
 def test_bad_input() -> None:

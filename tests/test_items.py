@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from builders import image_fields, images, request
+from builders import image_fields, images, request, rows_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mmcache import (
     CacheConfig,
+    ConfigError,
     EmbeddingError,
+    FeatureCache,
     FieldConfig,
     FieldError,
     ItemFields,
@@ -176,6 +178,86 @@ def test_windows_may_be_numpy_integers() -> None:
     cache.commit(req, np.int64(20))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("one", [np.int64(1), np.uint16(1), torch.tensor(1)], ids=repr)
+def test_an_index_or_a_bound_may_be_an_integer_of_any_kind(one: Any) -> None:
+    cache = MultimodalCache(CacheConfig(capacity_bytes=one * 4096, block_size=one * 16))
+    req = request("r", 20, [*images((0, 4), (6, 4), ids="ab")])
+    lookup = cache.lookup(req, num_computed_tokens=one, num_scheduled_tokens=one * 15, needed_from=one, lookahead=one)
+    assert (lookup.window, lookup.num_computed_tokens) == ((1, 16), 1)
+    for view in (lookup, lookup.plan):
+        assert view.status(one).value == "missing"
+        assert view.action(one, "pixel_values").value == "transfer"
+    cache.insert(lookup, {one: rows_of("b", 4)})
+    assert torch.equal(lookup.rows(one), rows_of("b", 4))
+    assert lookup.key(one) == lookup.key(1)
+    lookup.shrink(one * 9)
+    assert lookup.window == (1, 10)
+    cache.announce(req, num_computed_tokens=one)
+    cache.commit(req, one)
+    assert req.items[1].placeholder.embed_rows(one, one * 3) == (1, 3)
+    assert PlaceholderRange(one, one) == PlaceholderRange(1, 1)
+    assert FieldConfig.shared("image", one) == FieldConfig.shared("image", 1)
+    assert FieldConfig.flat("image", [slice(0, one)], one) == FieldConfig.flat("image", [slice(0, 1)], 1)
+    assert FieldConfig.flat_from_sizes("image", [one], one) == FieldConfig.flat_from_sizes("image", [1], 1)
+    assert FeatureCache(one).stats().nbytes == 0
+
+
+@pytest.mark.parametrize("value", [True, np.True_, torch.tensor(True), 1.0, np.float32(1), "1", None], ids=repr)
+def test_a_truth_value_is_no_integer_and_neither_is_a_fraction(value: Any) -> None:
+    cache = MultimodalCache(CacheConfig(capacity_bytes=4096))
+    req = request("r", 20, images((0, 4), (6, 4)))
+    lookup = cache.lookup(req, num_computed_tokens=0)
+    for view in (lookup, lookup.plan):
+        for use in (lambda view=view: view.status(value), lambda view=view: view.action(value, "pixel_values")):
+            with pytest.raises(RequestError):
+                use()
+    for use, error in (
+        (lambda: lookup.rows(value), RequestError),
+        (lambda: lookup.key(value), RequestError),
+        (lambda: lookup.shrink(value), WindowError),
+        (lambda: cache.commit(req, value), WindowError),
+        (lambda: cache.announce(req, num_computed_tokens=value), WindowError),
+        (lambda: cache.insert(lookup, {value: rows_of("b", 4)}), EmbeddingError),
+        (lambda: PlaceholderRange(value, 4), PlaceholderError),
+        (lambda: req.items[0].placeholder.embed_rows(0, value), PlaceholderError),
+        (lambda: FieldConfig.shared("image", value), FieldError),
+        (lambda: FieldConfig.flat("image", [], value), FieldError),
+        (lambda: FieldConfig.flat_from_sizes("image", [value]), FieldError),
+        (lambda: CacheConfig(capacity_bytes=value), ConfigError),
+        (lambda: CacheConfig(capacity_bytes=1, row_bytes={"image": value}), ConfigError),
+        (lambda: FeatureCache(value), ConfigError),
+    ):
+        with pytest.raises(error):
+            use()
+    assert lookup.missing == (0, 1)
+
+
+def test_requests_items_and_ranges_may_be_of_classes_of_one_s_own() -> None:
+    class Range(PlaceholderRange):
+        pass
+
+    class Item(MultimodalItem):
+        def __init__(self, url: str, *args: Any) -> None:
+            super().__init__(*args)
+            self.url = url
+
+    class Request(MultimodalRequest):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.priority = 3
+
+    item = Item("file:a", "image", image_fields(1)[0], Range(0, 4), "a")
+    req = Request("r", range(20), [item])
+    req.extend([1, 2, 3, 4], images((20, 4), ids="b"))
+    cache = MultimodalCache(CacheConfig(capacity_bytes=4096))
+    with cache.lookup(req) as lookup:
+        assert (lookup.missing, lookup.request.priority, lookup.request.items[0].url) == ((0, 1), 3, "file:a")
+        cache.insert(lookup, [rows_of("a", 4), rows_of("b", 4)])
+    cache.commit(req, 24)
+    cache.finish(req)
+    assert (pickle.loads(pickle.dumps(images((0, 4))[0])).placeholder) == Range(0, 4)
+
+
 def test_a_view_of_the_tokens_outlives_extensions() -> None:
     req = MultimodalRequest("r", [1, 2])
     view = req.token_ids
@@ -218,6 +300,20 @@ def test_a_bad_item_is_named_and_nothing_changes(items: Any, error: type[Excepti
     good = images((3, 4))
     req.extend([1], good)
     assert (req.items, req.num_tokens) == (good, 21)
+
+
+def test_nested_items_are_known_to_later_ones() -> None:
+    """Contents that came within another range are contents of the request like the others."""
+    outer = [True, True, False, False, False, False]
+    req = request("r", 30, images((1, 6, outer), (3, 4), ids="ab"))
+    for bad in (images((30, 5), ids="b"), images((30, 4), ids="a")):
+        with pytest.raises(RequestError, match="identifier of item"):
+            req.extend([1] * 5, bad)
+    req.extend([1] * 5, images((30, 4), ids="b"))
+    cache = MultimodalCache(CacheConfig(capacity_bytes=4096))
+    assert cache.lookup(req, num_computed_tokens=0).missing == (0, 1)
+    with pytest.raises(RequestError, match="identifier of item 0"):
+        request("r", 30, images((1, 6, outer), (3, 4), (8, 4), (14, 3), ids="abac"))
 
 
 def test_an_extension_checks_against_what_is_there() -> None:
@@ -284,10 +380,11 @@ def test_metadata_leaves_out_items_without_the_field() -> None:
 def test_metadata_of_what_is_not_metadata_is_refused() -> None:
     req = request("r", 40, images((0, 4)))
     for field in ("pixel_values", "nothing"):
-        with pytest.raises(FieldError, match=field):
-            req.metadata(field)
-        with pytest.raises(FieldError, match=field):
-            req.metadata(field)
+        for _ in range(2):
+            with pytest.raises(FieldError, match=field):
+                req.metadata(field)
+            with pytest.raises(FieldError, match=field):
+                MultimodalCache(CacheConfig(capacity_bytes=1)).lookup(req).metadata(field)
     assert request("r", 40).metadata("image_grid_thw") == []
 
 

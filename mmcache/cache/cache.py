@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
-
-import torch
-from torch import Tensor
 
 from mmcache.cache.config import CacheConfig
 from mmcache.cache.events import CacheEvent, EventBus, Listener
+from mmcache.cache.intake import Embeddings, Intake
 from mmcache.cache.lookup import Lookup
 from mmcache.cache.tiering import TierLink
-from mmcache.errors import ConfigError, EmbeddingError, RequestError
+from mmcache.errors import ConfigError, RequestError
 from mmcache.items import MultimodalRequest
 from mmcache.ledger import EncoderLedger, Entry, Ticket
+from mmcache.ledger.checks import check_seconds
 from mmcache.namespaces import Namespace, namespace_fingerprint
 from mmcache.planning import check_window
 from mmcache.policies import make_policy
 from mmcache.prefix import PrefixIndex
 from mmcache.stats import CacheStats
-from mmcache.store import EmbeddingStore, check_rows
+from mmcache.store import EmbeddingStore
 from mmcache.tiers import Tier, TieredStats, TieredStore, TierUsage
 
 __all__ = ["MultimodalCache"]
@@ -59,7 +58,7 @@ class MultimodalCache:
         )
         self._budget = self._ledger.budget
         self._store = EmbeddingStore(config.device)
-        self._dtypes: dict[str, torch.dtype] = {}
+        self._intake = Intake(self._ledger)
         self._orphans: deque[Ticket] = deque()
         self._events = EventBus()
         self._telling = threading.Lock()
@@ -73,7 +72,7 @@ class MultimodalCache:
                 on_event=self._tier_event,
             )
             self._tiers = TierLink(
-                tiered, self._ledger, self._store, config.adapter_touches_encoder, self._fits, self._tell_stored
+                tiered, self._ledger, self._store, config.adapter_touches_encoder, self._intake.fits, self._tell_stored
             )
         self._prefix_asked = 0
         self._prefix_found = 0
@@ -146,7 +145,7 @@ class MultimodalCache:
     def insert(
         self,
         lookup: Lookup,
-        embeddings: Mapping[int, Tensor] | Sequence[Tensor] | Tensor,
+        embeddings: Embeddings,
         *,
         copy: bool = True,
         seconds: float | None = None,
@@ -162,13 +161,18 @@ class MultimodalCache:
             seconds: what encoding all of them took, if measured; what costs more is evicted later.
 
         Raises:
-            EmbeddingError: an index is not missing, or rows do not fit; nothing has been stored then.
+            EmbeddingError: an index is not missing, rows do not fit, or `seconds` is no time; nothing has been stored
+                then.
             ReleasedError: the lookup has been released.
+            RequestError: the lookup is another cache's.
         """
+        if not isinstance(lookup, Lookup):
+            raise RequestError("embeddings are for a Lookup", found=type(lookup).__name__)
         if lookup._cache is not self:
             raise RequestError("the lookup belongs to another cache", request_id=lookup.request.request_id)
         ticket = lookup._open()
-        rows_of = self._checked(lookup, embeddings)
+        check_seconds(seconds, ticket.request.request_id)
+        rows_of = self._intake.check(ticket, embeddings)
         sizes = {index: rows.numel() * rows.element_size() for index, rows in rows_of.items()}
         self._drop(self._ledger.admit(ticket, sizes))
         # An abort in another thread may come between any two of these steps; it empties the ticket.
@@ -183,64 +187,6 @@ class MultimodalCache:
         # What the abort gave up before the copy was made has no other way out of the store.
         self._store.drop(entry.handle for entry, _ in entries if entry is not None and entry.gone)
         self._tell_stored([entry for entry, _ in entries if entry is not None])
-
-    def _checked(
-        self, lookup: Lookup, embeddings: Mapping[int, Tensor] | Sequence[Tensor] | Tensor
-    ) -> dict[int, Tensor]:
-        """The rows by item index, all checked before anything is stored."""
-        request = lookup.request
-        missing, entries = lookup.missing, lookup._open().entries
-        if isinstance(embeddings, Mapping):
-            by_index = dict(embeddings)
-        else:
-            if not isinstance(embeddings, (Sequence, Tensor)):
-                raise EmbeddingError(
-                    "embeddings come as {item index: rows} or as a sequence",
-                    request_id=request.request_id,
-                    found=type(embeddings).__name__,
-                )
-            if len(embeddings) != len(missing):
-                raise EmbeddingError(
-                    "a sequence of embeddings has one entry for each missing item",
-                    request_id=request.request_id,
-                    expected=f"{len(missing)} for items {list(missing)}",
-                    found=len(embeddings),
-                )
-            by_index = dict(zip(missing, embeddings))
-        row_bytes, dtypes = dict(self._ledger.row_bytes), dict(self._dtypes)
-        for index, rows in by_index.items():
-            if index not in missing:
-                raise EmbeddingError(
-                    "embeddings for an item that is not this lookup's to encode",
-                    request_id=request.request_id,
-                    item=index,
-                    expected=f"one of {list(missing)}",
-                )
-            item = request.items[index]
-            check_rows(rows, item.placeholder.num_embeds, request.request_id, index)
-            entry = entries.get(index)
-            if entry is None or entry.detached:
-                continue  # for this lookup alone, of an encoder before `invalidate` perhaps: no measure for others
-            width = rows.shape[1]
-            expected = row_bytes.setdefault(item.modality, width * rows.element_size())
-            if width * rows.element_size() != expected:
-                raise EmbeddingError(
-                    f"rows of modality {item.modality!r} have another width than before or than configured",
-                    request_id=request.request_id,
-                    item=index,
-                    expected=f"{expected} bytes a row",
-                    found=f"{width} x {rows.dtype}",
-                )
-            if dtypes.setdefault(item.modality, rows.dtype) is not rows.dtype:
-                raise EmbeddingError(
-                    f"rows of modality {item.modality!r} have another dtype than before",
-                    request_id=request.request_id,
-                    item=index,
-                    expected=dtypes[item.modality],
-                    found=rows.dtype,
-                )
-        self._dtypes.update(dtypes)
-        return by_index
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -307,7 +253,7 @@ class MultimodalCache:
         if self._tiers is not None:
             self._tiers.forget(identifier)
         if identifier is None:
-            self._dtypes.clear()
+            self._intake.forget()
         if prefix and self.prefix is not None:
             self.prefix.clear()
         self._apply_drops()
@@ -396,11 +342,3 @@ class MultimodalCache:
         if self._events:
             self._events.add(CacheEvent("stored" if kind == "stored" else "removed", tier, namespace, identifier))
             self._events.deliver()
-
-    def _fits(self, modality: str, rows: Tensor) -> bool:
-        """Whether rows from a tier have the width and dtype of those that the encoder makes."""
-        row_bytes = self._ledger.row_bytes.get(modality)
-        return (
-            row_bytes in (None, rows.shape[1] * rows.element_size())
-            and self._dtypes.get(modality, rows.dtype) is rows.dtype
-        )

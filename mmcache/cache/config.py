@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 
 import torch
 
 from mmcache.errors import ConfigError
+from mmcache.integers import as_int
 from mmcache.namespaces import Namespace
 
 __all__ = ["CacheConfig"]
@@ -46,18 +48,28 @@ class CacheConfig:
     adapter_touches_encoder: bool = True
 
     def __post_init__(self) -> None:
-        for name, least in (("capacity_bytes", 0), ("block_size", 1), ("prefix_blocks", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"{name} is an integer >= {least}", field=name, found=repr(value))
+        for name, least in (("capacity_bytes", 0), ("block_size", 1), ("prefix_blocks", 0), ("write_behind_bytes", 0)):
+            object.__setattr__(self, name, _at_least(least, getattr(self, name), name))
+        if not isinstance(self.row_bytes, Mapping):
+            raise ConfigError("bytes of a row, by modality", field="row_bytes", found=type(self.row_bytes).__name__)
+        sizes = {modality: _at_least(1, size, f"row_bytes[{modality!r}]") for modality, size in self.row_bytes.items()}
+        object.__setattr__(self, "row_bytes", sizes)
         if not isinstance(self.namespace, (str, Namespace)):
             raise ConfigError(
                 "a namespace is a name or a Namespace", field="namespace", found=type(self.namespace).__name__
             )
-        for modality, size in self.row_bytes.items():
-            if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
-                raise ConfigError(
-                    "bytes of an embedding row are an integer > 0", field=f"row_bytes[{modality!r}]", found=repr(size)
-                )
-        if not self.lease_seconds > 0:
-            raise ConfigError("a lease is longer than nothing", field="lease_seconds", found=repr(self.lease_seconds))
+        for name in ("lease_seconds", "tier_deadline"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
+                raise ConfigError(f"{name} is a number > 0", field=name, found=repr(value))
+        try:
+            object.__setattr__(self, "device", torch.device(self.device))
+        except (RuntimeError, TypeError):
+            raise ConfigError("no device of torch's", field="device", found=repr(self.device)) from None
+
+
+def _at_least(least: int, value: object, name: str) -> int:
+    number = as_int(value)
+    if number is None or number < least:
+        raise ConfigError(f"{name} is an integer >= {least}", field=name, found=repr(value))
+    return number

@@ -8,6 +8,15 @@ batch into one `ItemFields` an item, all views, and `join_fields` puts items bac
 from mmcache.fields.batches import join_fields, join_tensors, split_fields
 from mmcache.fields.config import FieldConfig
 from mmcache.fields.item import ItemFields
-from mmcache.fields.values import FieldValue, value_bytes
+from mmcache.fields.values import FieldValue, owns_memory, value_bytes
 
-__all__ = ["FieldConfig", "FieldValue", "ItemFields", "join_fields", "join_tensors", "split_fields", "value_bytes"]
+__all__ = [
+    "FieldConfig",
+    "FieldValue",
+    "ItemFields",
+    "join_fields",
+    "join_tensors",
+    "owns_memory",
+    "split_fields",
+    "value_bytes",
+]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmcache.errors import FieldError
 
-__all__ = ["FieldValue", "as_value", "content_of", "describe", "shape_of", "value_bytes"]
+__all__ = ["FieldValue", "as_value", "content_of", "describe", "owns_memory", "shape_of", "value_bytes"]
 
 FieldValue: TypeAlias = "Tensor | list[FieldValue]"
 
@@ -20,6 +20,15 @@ def value_bytes(value: FieldValue) -> int:
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     return sum(map(value_bytes, value))
+
+
+def owns_memory(tensor: Tensor) -> bool:
+    """Whether the tensor is all that its memory holds, so that keeping it keeps nothing else alive.
+
+    Memory that torch did not allocate (an array of numpy's, a mapped file) may be part of anything.
+    """
+    storage = tensor.untyped_storage()
+    return storage.nbytes() == tensor.numel() * tensor.element_size() and storage.resizable()
 
 
 def as_value(raw: Any, name: str, keep_on_cpu: bool) -> FieldValue:

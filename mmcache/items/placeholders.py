@@ -21,7 +21,7 @@ class PlaceholderRange:
     """The tokens `[offset, offset + length)` that stand for an item. Immutable."""
 
     # Made in bulk on a hot path: read-only properties over plain slots cost a third of a frozen dataclass.
-    __slots__ = ("_end_row", "_first_row", "_length", "_num_embeds", "_offset", "_rows_before", "_runs", "_starts")
+    __slots__ = ("_length", "_num_embeds", "_offset", "_places", "_rows_before", "_runs", "_starts")
 
     def __init__(
         self, offset: int, length: int, is_embed: Tensor | np.ndarray[Any, Any] | Sequence[bool] | None = None
@@ -35,9 +35,11 @@ class PlaceholderRange:
             offset, length = _integer(offset, "offset"), _integer(length, "length")
         if offset < 0 or length < 0:
             raise PlaceholderError("a placeholder range has offset and length >= 0", found=f"({offset}, {length})")
-        self._offset = self._first_row = offset
+        self._offset = offset
         self._length = self._num_embeds = length
-        self._end_row = offset + length
+        end = offset + length
+        # What a request asks of all its ranges at once: offset, end, first row, end of the rows (0 without rows), rows.
+        self._places = offset, end, offset, end if length else 0, length
         self._runs: tuple[tuple[int, int], ...] = ((0, length),) if length else ()
         if is_embed is not None:
             mask = _as_mask(is_embed, length)
@@ -49,8 +51,9 @@ class PlaceholderRange:
         starts, lengths = edges[::2].tolist(), (edges[1::2] - edges[::2]).tolist()
         self._runs = tuple(zip(starts, lengths))
         self._num_embeds = sum(lengths)
-        self._first_row = self._offset + (starts[0] if starts else 0)
-        self._end_row = self._offset + (starts[-1] + lengths[-1] if starts else 0)
+        offset, end = self._places[:2]
+        first_row, end_row = (offset + starts[0], offset + starts[-1] + lengths[-1]) if starts else (offset, 0)
+        self._places = offset, end, first_row, end_row, self._num_embeds
         self._starts: list[int] = starts
         self._rows_before: list[int] = list(accumulate(lengths, initial=0))
 
@@ -77,12 +80,12 @@ class PlaceholderRange:
     @property
     def first_row(self) -> int:
         """Position in the request of the first embedding row; `offset` where there are no rows."""
-        return self._first_row
+        return self._places[2]
 
     @property
     def end_row(self) -> int:
         """Position in the request one past the last embedding row; `offset` where there are no rows."""
-        return self._end_row
+        return self._places[3] or self._offset
 
     @property
     def is_embed(self) -> Tensor | None:
@@ -110,10 +113,11 @@ class PlaceholderRange:
 
     def next_row(self, position: int) -> int | None:
         """Position in the request of the first embedding row at or after `position`, or None if there is none."""
-        if position <= self._first_row:
-            return self._first_row if self._num_embeds else None
-        if position >= self._end_row:
+        _, _, first_row, end_row, _ = self._places
+        if position >= end_row:
             return None
+        if position <= first_row:
+            return first_row
         runs = self._runs
         if len(runs) == 1:
             return position
@@ -131,7 +135,7 @@ class PlaceholderRange:
 
     def common_row(self, other: PlaceholderRange) -> int | None:
         """The first position of the request at which both ranges have an embedding row. Linear in their runs."""
-        if self._first_row >= other._end_row or other._first_row >= self._end_row:
+        if self.first_row >= other.end_row or other.first_row >= self.end_row:
             return None
         runs, other_runs = self._runs, other._runs
         i = j = 0

@@ -7,18 +7,15 @@ which a plan later costs what is new and not what is already covered.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
-from operator import le
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 from torch import Tensor
 
-from mmcache.errors import FieldError, PlaceholderError, RequestError
-from mmcache.fields import ItemFields
+from mmcache.errors import FieldError, RequestError
+from mmcache.items.additions import Additions, SharedValues, read_items
 from mmcache.items.item import MultimodalItem
-from mmcache.items.placeholders import PlaceholderRange
 from mmcache.items.tokens import Int32Array, TokenIds, as_tokens
 
 __all__ = ["MultimodalRequest", "Schema"]
@@ -109,9 +106,7 @@ class MultimodalRequest:
         self._zero_rows: list[int] = []  # items without rows
         self._embeds_given: set[int] = set()  # items whose embeddings came from the client
         self._shared_home: dict[int, int] = {}  # id of a shared value -> the item that its bytes count with
-        self._shared: dict[
-            int, tuple[tuple[int, int, int], ...]
-        ] = {}  # item -> its shared payload: value id, home, bytes
+        self._shared: dict[int, SharedValues] = {}  # item -> its shared payload
         self._metadata: dict[str, tuple[int, list[int], list[Tensor]]] = {}  # items seen; those that have it; values
         self._schemas: tuple[Schema, ...] = ()
         self._schema_of: tuple[int, ...] = ()
@@ -142,16 +137,19 @@ class MultimodalRequest:
                     "items are a sequence of MultimodalItems", request_id=self.request_id, found=type(items).__name__
                 ) from None
         total = self.num_tokens + len(new)
-        places = self._checked(items, total) if items else []
-        if total > len(self._buffer):
-            # Doubling: a conversation of n tokens copies O(n) in all, however many turns it has.
-            grown = np.empty(total if not self.num_tokens else max(total, 2 * len(self._buffer)), np.int32)
-            grown[: self.num_tokens] = self._buffer[: self.num_tokens]
-            self._buffer = grown
-        self._buffer[self.num_tokens : total] = new
+        added = read_items(self, items, total) if items else None
+        if not self.num_tokens:
+            self._buffer = new.copy()
+        else:
+            if total > len(self._buffer):
+                # Doubling: a conversation of n tokens copies O(n) in all, however many turns it has.
+                grown = np.empty(max(total, 2 * len(self._buffer)), np.int32)
+                grown[: self.num_tokens] = self._buffer[: self.num_tokens]
+                self._buffer = grown
+            self._buffer[self.num_tokens : total] = new
         self.num_tokens = total
-        if items:
-            self._append(items, places)
+        if added is not None:
+            self._append(items, added)
 
     def metadata(self, field: str) -> list[Tensor]:
         """The `keep_on_cpu` field of every item that has it, in order, on the CPU.
@@ -200,162 +198,26 @@ class MultimodalRequest:
     def __repr__(self) -> str:
         return f"MultimodalRequest({self.request_id!r}, {self.num_tokens} tokens, {len(self.items)} items)"
 
-    def _checked(self, items: Sequence[MultimodalItem], num_tokens: int) -> list[PlaceholderRange]:
-        """The ranges of the new items, which fit the request and each other.
-
-        Raises:
-            RequestError, PlaceholderError: for the first one that does not.
-        """
-        if set(map(type, items)) != {MultimodalItem}:
-            for index, item in enumerate(items, len(self.items)):
-                if not isinstance(item, MultimodalItem):
-                    raise RequestError(
-                        "items are MultimodalItems", request_id=self.request_id, item=index, found=type(item).__name__
-                    )
-        places = [item._placeholder for item in items]
-        offsets = [place._offset for place in places]
-        ends = [place._offset + place._length for place in places]
-        identifiers = {item._identifier for item in items}
-        if not (
-            # New contents, each behind the one before: what most conversations send. The rest is looked at closely.
-            offsets[0] >= self._max_end
-            and ends[-1] <= num_tokens
-            and len(identifiers) == len(items)
-            and self._first_of.keys().isdisjoint(identifiers)
-            and all(map(le, ends, offsets[1:]))
-        ):
-            self._check_closely(items, num_tokens)
-        return places
-
-    def _check_closely(self, items: Iterable[MultimodalItem], num_tokens: int) -> None:
-        known: dict[str, tuple[int, MultimodalItem]] = {}
-        last = self.items[-1].placeholder.offset if self.items else 0
-        max_end = self._max_end
-        open_items: list[tuple[int, MultimodalItem]] | None = None
-        for index, item in enumerate(items, len(self.items)):
-            place = item._placeholder
-            offset = place._offset
-            end = offset + place._length
-            if offset < last:
-                raise RequestError(
-                    "items are sorted by offset",
-                    request_id=self.request_id,
-                    item=index,
-                    expected=f">= {last}",
-                    found=offset,
-                )
-            if end > num_tokens:
-                raise PlaceholderError(
-                    "the placeholder range lies outside the tokens",
-                    request_id=self.request_id,
-                    item=index,
-                    expected=f"at most {num_tokens}",
-                    found=f"[{offset}, {end})",
-                )
-            if offset < max_end:
-                # Only now look at the items before: a conversation that just grows never does.
-                candidates = enumerate(self.items) if open_items is None else open_items
-                open_items = [(i, o) for i, o in candidates if o.placeholder.end_row > offset]
-                for other_index, other in open_items:
-                    position = place.common_row(other.placeholder)
-                    if position is not None:
-                        raise RequestError(
-                            f"two items claim the row at token {position}",
-                            request_id=self.request_id,
-                            item=index,
-                            found=f"item {other_index} claims it too",
-                        )
-            else:
-                open_items = []
-            open_items.append((index, item))
-            last, max_end = offset, end if end > max_end else max_end
-            identifier = item._identifier
-            first = self._first_of.get(identifier)
-            if first is not None:
-                self._check_same(index, item, first, self.items[first])
-            elif identifier in known:
-                self._check_same(index, item, *known[identifier])
-            else:
-                known[identifier] = (index, item)
-
-    def _check_same(self, index: int, item: MultimodalItem, first: int, other: MultimodalItem) -> None:
-        """Items of one identifier stand for one content: unequal ones would be given each other's embeddings."""
-        where: dict[str, Any] = {"request_id": self.request_id, "item": index}
-        if item.placeholder.num_embeds != other.placeholder.num_embeds:
-            raise RequestError(
-                f"the item has the identifier of item {first} but another number of rows",
-                expected=other.placeholder.num_embeds,
-                found=item.placeholder.num_embeds,
-                **where,
-            )
-        if item.modality != other.modality or (item.embeds is None) != (other.embeds is None):
-            raise RequestError(f"the item has the identifier of item {first} but is of another kind", **where)
-        if (item.fields is None) != (other.fields is None) or (
-            item.fields is not None
-            and item.fields is not other.fields
-            and other.fields is not None
-            and not item.fields.resembles(other.fields)
-        ):
-            raise RequestError(
-                f"the item has the identifier of item {first} but other fields",
-                expected=repr(other.fields),
-                found=repr(item.fields),
-                **where,
-            )
-
-    def _append(self, items: Sequence[MultimodalItem], places: Sequence[PlaceholderRange]) -> None:
+    def _append(self, items: Sequence[MultimodalItem], new: Additions) -> None:
         first = len(self.items)
-        identifiers = [item._identifier for item in items]
-        num_rows = [place._num_embeds for place in places]
-        end_rows = [place._end_row if place._num_embeds else 0 for place in places]
-        self._max_end = max(self._max_end, max(place._offset + place._length for place in places))
+        identifiers, offsets, num_rows, first_rows, end_rows, reaches, payload, kept = zip(*new.rows)
+        self._max_end = new.max_end
         self._identifiers += identifiers
-        self._offsets += [place._offset for place in places]
+        self._offsets += offsets
         self._num_rows += num_rows
-        self._first_rows += [place._first_row for place in places]
+        self._first_rows += first_rows
         self._end_rows += end_rows
-        self._reach += list(accumulate(end_rows, max, initial=self._reach[-1] if first else 0))[1:]
-        if 0 in num_rows:
-            self._zero_rows += [first + i for i, rows in enumerate(num_rows) if not rows]
-        first_of, last_use = self._first_of, self._last_use
-        for index, identifier in enumerate(identifiers, first):
-            if identifier not in first_of:
-                first_of[identifier] = index
+        self._reach += reaches
+        self._payload_until += payload
+        self._kept_until += kept
+        self._first_of.update(new.first_of)
+        self._embeds_given.update(new.given)
+        self._shared_home.update(new.homes)
+        self._shared.update(new.shared)
+        if 0 in end_rows:
+            self._zero_rows += [index for index, end_row in enumerate(end_rows, first) if not end_row]
+        last_use = self._last_use
         for identifier, end_row in zip(identifiers, end_rows):
-            if end_row > last_use.get(identifier, 0):
+            if identifier not in last_use or end_row > last_use[identifier]:
                 last_use[identifier] = end_row
-        self._append_bytes(items, first)
         self.items += items  # last: a thread that reads the request meanwhile goes by their number
-
-    def _append_bytes(self, items: Iterable[MultimodalItem], first: int) -> None:
-        payload_until, kept_until = self._payload_until, self._kept_until
-        payload, kept = payload_until[-1], kept_until[-1]
-        for index, item in enumerate(items, first):
-            fields = item._fields
-            if fields is not None:
-                payload += fields.payload_bytes
-                kept += fields.kept_bytes
-                if fields.shared:
-                    moved, stayed = self._append_shared(index, fields)
-                    payload += moved
-                    kept += stayed
-            payload_until.append(payload)
-            kept_until.append(kept)
-            if item._embeds is not None:
-                self._embeds_given.add(index)
-
-    def _append_shared(self, index: int, fields: ItemFields) -> tuple[int, int]:
-        """Count each shared value with the first item that has it; return payload and kept bytes that count here."""
-        payload = kept = 0
-        homes = []
-        for name, size, keep_on_cpu in fields.shared:
-            home = self._shared_home.setdefault(id(fields[name]), index)
-            mine = size if home == index else 0
-            if keep_on_cpu:
-                kept += mine
-            else:
-                payload += mine
-                homes.append((id(fields[name]), home, size))
-        if homes:
-            self._shared[index] = tuple(homes)
-        return payload, kept

@@ -20,6 +20,8 @@ _INT32 = np.iinfo(np.int32)
 
 def as_tokens(token_ids: TokenIds, request_id: str) -> Int32Array:
     """The ids as one int32 array; a view of an int32 buffer, a conversion of anything else that holds integers."""
+    if type(token_ids) is np.ndarray and token_ids.dtype == np.int32 and token_ids.ndim == 1:
+        return token_ids
     if isinstance(token_ids, Tensor):
         if token_ids.is_floating_point() and token_ids.dim() >= 2:
             raise UnsupportedError("prompt embeddings are out of scope", request_id=request_id, expected="token ids")

@@ -50,10 +50,14 @@ class Budget:
         else:
             while self.used + nbytes > self.capacity:
                 self._evict_one()
+        return self.take(entry, nbytes)
+
+    def take(self, entry: Entry, nbytes: int) -> None:
+        """Take room that is free for an entry about to be encoded."""
+        entry.sized = True
         entry.nbytes = nbytes
         self.used += nbytes
         self.fixed += nbytes
-        return None
 
     def pin(self, entries: Sequence[Entry]) -> None:
         """One more request holds these ready entries, and uses them."""
@@ -112,7 +116,10 @@ class Budget:
         self.drops.append(entry)
 
     def forget(self, entry: Entry) -> None:
-        """Nobody has an unlisted entry any more: a reservation given up, an uncached one whose last user is gone."""
+        """Nobody has the entry any more: a reservation given up, an uncached one whose last user is gone."""
+        if not entry.detached:
+            entry.detached = True
+            del entry.scope[entry.identifier]
         nbytes = entry.nbytes
         if entry.state is RESERVED:
             self.fixed -= nbytes

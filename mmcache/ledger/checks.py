@@ -1,15 +1,50 @@
-"""The ledger's books, added up anew: what must hold after every step."""
+"""What must hold: of sizes and costs that are reported, and of the ledger's books after every step."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from math import inf
+from numbers import Real
 
-from mmcache.errors import MMCacheError
-from mmcache.ledger.records import GONE, READY, RESERVED, Entry, Session
+from mmcache.errors import EmbeddingError, MMCacheError
+from mmcache.ledger.records import GONE, READY, RESERVED, Entry, Session, Ticket
 from mmcache.ledger.table import EntryTable
 
-__all__ = ["check_books"]
+__all__ = ["check_books", "check_report", "check_seconds"]
+
+
+def check_seconds(seconds: float | None, request_id: str) -> None:
+    """Raise EmbeddingError unless an encode can have taken that long; None where nobody measured."""
+    if seconds is not None and (
+        isinstance(seconds, bool) or not isinstance(seconds, Real) or not 0 <= float(seconds) < inf
+    ):
+        raise EmbeddingError(
+            "an encode takes a finite number of seconds", request_id=request_id, expected=">= 0", found=repr(seconds)
+        )
+
+
+def check_report(table: EntryTable, ticket: Ticket, sizes: Mapping[int, int]) -> None:
+    """Raise EmbeddingError where rows that a worker stored are not as large as the room that was taken for them.
+
+    The rows may be in the stores: they are dropped with the entry, whatever becomes of it.
+    """
+    owned = {index: entry for index in sizes if (entry := ticket.entries.get(index)) and entry.owner is ticket}
+    row_bytes = dict(table.row_bytes)
+    for index, entry in owned.items():
+        entry.written = True
+        nbytes, rows = sizes[index], entry.num_rows
+        expected = nbytes // rows * rows
+        if not entry.detached:
+            expected = row_bytes.setdefault(entry.modality, nbytes // rows) * rows
+        if nbytes != expected or nbytes <= 0:
+            raise EmbeddingError(
+                f"rows of modality {entry.modality!r} have another width than before or than configured",
+                request_id=ticket.request.request_id,
+                item=index,
+                expected=f"{expected} bytes for {rows} rows",
+                found=nbytes,
+            )
 
 
 def check_books(table: EntryTable, sessions: Iterable[Session]) -> None:

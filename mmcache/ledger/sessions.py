@@ -31,30 +31,20 @@ class Sessions(dict[str, Session]):
         session = self.get(request.request_id)
         if session is not None and session.held:
             last_use = request._last_use
-            self._let_go(session, [e for e in session.held if last_use.get(e.identifier, 0) <= num_tokens])
+            session.passed.update((e, None) for e in session.held if last_use.get(e.identifier, 0) <= num_tokens)
+            self.let_go(session)
 
     def wait(self, request_id: str) -> None:
         """The request waits in the engine's queue: while it does, others may need the room of what it holds."""
         session = self.get(request_id)
         if session is not None:
-            self._let_go(session, list(session.held))
+            session.passed.update(session.held)
+            self.let_go(session)
 
-    def _let_go(self, session: Session, entries: Iterable[Entry]) -> None:
-        """Unpin, or where an open lookup has the entry, unpin when that ends."""
+    def let_go(self, session: Session) -> None:
+        """Unpin what the request needs no longer, but for what an open lookup of it has."""
         in_use = session.in_use()
-        for entry in entries:
-            if entry in in_use:
-                session.passed[entry] = None
-            else:
-                self.unpin(session, (entry,))
-
-    def end(self, ticket: Ticket) -> None:
-        """One of the request's lookups has ended."""
-        session = ticket.session
-        session.tickets.pop(ticket, None)
-        if session.passed:
-            in_use = session.in_use()
-            self.unpin(session, [entry for entry in session.passed if entry not in in_use])
+        self.unpin(session, [entry for entry in session.passed if entry not in in_use])
 
     def shrink(self, ticket: Ticket, dropped: Iterable[Entry]) -> None:
         """A lookup no longer needs these: the pins that it brought go, unless another one needs them."""

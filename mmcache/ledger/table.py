@@ -109,18 +109,22 @@ class EntryTable:
         request = ticket.request
         identifier, rows = request._identifiers[index], request._num_rows[index]
         modality = request.items[index]._modality
-        self._next_handle += 1
-        entry = Entry(self._next_handle, scope, identifier, modality, rows, ticket, self._clock())
+        self._next_handle = handle = self._next_handle + 1
+        entry = Entry(handle, scope, identifier, modality, rows, ticket, self._clock())
         budget = self.budget
         if listed:
             scope[identifier] = entry
             row_bytes = self.row_bytes.get(modality)
             if row_bytes is not None:
-                budget.reserve(entry, rows * row_bytes)
+                nbytes = rows * row_bytes
+                if nbytes <= budget.capacity - budget.used:
+                    budget.take(entry, nbytes)
+                else:
+                    budget.reserve(entry, nbytes)
         else:
             entry.detached = entry.sized = True
             entry.cached = False
-        budget.entries[entry.handle] = entry
+        budget.entries[handle] = entry
         ticket.unsettled = [entry] if ticket.unsettled is None else [*ticket.unsettled, entry]
         return entry
 
@@ -233,6 +237,15 @@ class EntryTable:
             waiter.arrived = [*(waiter.arrived or ()), entry]
             self.woken.append(waiter)
 
+    def give_up(self, ticket: Ticket) -> None:
+        """The lookup ends: it leaves all that is not settled."""
+        for entry in ticket.unsettled or ():
+            if entry.owner is ticket and not entry.waiters:
+                self.budget.forget(entry)
+            else:
+                self.leave(ticket, entry)
+        ticket.unsettled = None
+
     def leave(self, ticket: Ticket, entry: Entry) -> None:
         """The lookup ends, or no longer needs the entry: give up what it owns, waits for, or uses uncached."""
         if entry.state is RESERVED:
@@ -248,9 +261,6 @@ class EntryTable:
     def abandon(self, entry: Entry) -> None:
         """The owner gives up: exactly one waiter takes over, or the reservation ends."""
         if not entry.waiters:
-            if not entry.detached:
-                entry.detached = True
-                del entry.scope[entry.identifier]
             self.budget.forget(entry)
             return
         self._freeze(entry)

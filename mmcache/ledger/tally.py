@@ -47,9 +47,15 @@ class Tally:
         if later != ticket.num_items:
             items[4] += ticket.num_items - later
             sums[4] += until[ticket.num_items] - until[later]
-        if not entries:
+        unsettled, encoded = ticket.unsettled, ticket.encoded
+        if not unsettled and not encoded:
+            items[1] += later - first
+            sums[1] += until[later] - until[first]
             return
-        encoded = ticket.encoded
+        if unsettled and later - first == 1 and not encoded and unsettled[0].owner is ticket:
+            items[3] += 1
+            sums[3] += until[later] - until[first]
+            return
         seen: set[Entry] | None = None
         for index, entry in entries.items():
             size = until[index + 1] - until[index]
@@ -61,9 +67,6 @@ class Tally:
                 sums[2] += size
             else:
                 items[3] += 1
-                if len(entries) == 1:
-                    sums[3] += size
-                    break
                 if seen is None:
                     seen = set()
                 # A content's payload goes once, with its first item.

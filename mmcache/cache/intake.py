@@ -1,0 +1,107 @@
+"""Rows that come into a cache: whether they are those that a lookup asked for, and like those that came before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from mmcache.errors import EmbeddingError
+from mmcache.integers import as_int
+from mmcache.ledger import EncoderLedger, Ticket
+from mmcache.planning import ItemStatus
+from mmcache.store import check_rows
+
+__all__ = ["Embeddings", "Intake"]
+
+Embeddings = Mapping[int, Tensor] | Sequence[Tensor] | Tensor
+
+
+class Intake:
+    """Checks rows before anything is stored, and remembers each modality's dtype; its row's bytes the ledger knows."""
+
+    def __init__(self, ledger: EncoderLedger) -> None:
+        self._ledger = ledger
+        self._dtypes: dict[str, torch.dtype] = {}
+
+    def forget(self) -> None:
+        """Other weights may have another dtype."""
+        self._dtypes.clear()
+
+    def fits(self, modality: str, rows: Tensor) -> bool:
+        """Whether rows from a tier have the width and dtype of those that the encoder makes."""
+        row_bytes = self._ledger.row_bytes.get(modality)
+        return (
+            row_bytes in (None, rows.shape[1] * rows.element_size())
+            and self._dtypes.get(modality, rows.dtype) is rows.dtype
+        )
+
+    def check(self, ticket: Ticket, embeddings: Embeddings) -> dict[int, Tensor]:
+        """The rows by item index.
+
+        Raises:
+            EmbeddingError: an index is not the lookup's to encode, or rows do not fit.
+        """
+        request, entries = ticket.request, ticket.entries
+        missing = ticket.with_status(ItemStatus.MISSING)
+        by_index = _by_index(request.request_id, embeddings, missing)
+        row_bytes, dtypes = dict(self._ledger.row_bytes), dict(self._dtypes)
+        for index, rows in by_index.items():
+            item = request.items[index]
+            check_rows(rows, item.placeholder.num_embeds, request.request_id, index)
+            entry = entries.get(index)
+            if entry is None or entry.detached:
+                continue  # for this lookup alone, of an encoder before `invalidate` perhaps: no measure for others
+            width = rows.shape[1]
+            expected = row_bytes.setdefault(item.modality, width * rows.element_size())
+            if width * rows.element_size() != expected:
+                raise EmbeddingError(
+                    f"rows of modality {item.modality!r} have another width than before or than configured",
+                    request_id=request.request_id,
+                    item=index,
+                    expected=f"{expected} bytes a row",
+                    found=f"{width} x {rows.dtype}",
+                )
+            if dtypes.setdefault(item.modality, rows.dtype) is not rows.dtype:
+                raise EmbeddingError(
+                    f"rows of modality {item.modality!r} have another dtype than before",
+                    request_id=request.request_id,
+                    item=index,
+                    expected=dtypes[item.modality],
+                    found=rows.dtype,
+                )
+        self._dtypes.update(dtypes)
+        return by_index
+
+
+def _by_index(request_id: str, embeddings: Embeddings, missing: Sequence[int]) -> dict[int, Tensor]:
+    if isinstance(embeddings, Mapping):
+        by_index = {}
+        for key, rows in embeddings.items():
+            index = as_int(key)
+            if index is None or index not in missing:
+                raise EmbeddingError(
+                    "embeddings for an item that is not this lookup's to encode",
+                    request_id=request_id,
+                    item=index,
+                    expected=f"one of {list(missing)}",
+                    found=repr(key),
+                )
+            by_index[index] = rows
+        return by_index
+    if not isinstance(embeddings, (Sequence, Tensor)) or isinstance(embeddings, (str, bytes)):
+        raise EmbeddingError(
+            "embeddings come as {item index: rows} or as a sequence",
+            request_id=request_id,
+            found=type(embeddings).__name__,
+        )
+    number = len(embeddings) if not isinstance(embeddings, Tensor) or embeddings.dim() else 0
+    if number != len(missing):
+        raise EmbeddingError(
+            "a sequence of embeddings has one entry for each missing item",
+            request_id=request_id,
+            expected=f"{len(missing)} for items {list(missing)}",
+            found=number,
+        )
+    return dict(zip(missing, embeddings))

@@ -1,0 +1,119 @@
+"""What a request keeps of items that are added to it, so that a plan need not look at them again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from mmcache.errors import RequestError
+from mmcache.fields import ItemFields
+from mmcache.items.checks import check_items
+from mmcache.items.item import MultimodalItem
+
+if TYPE_CHECKING:
+    from mmcache.items.request import MultimodalRequest
+
+__all__ = ["Additions", "SharedValues", "read_items"]
+
+SharedValues: TypeAlias = tuple[tuple[int, int, int], ...]  # of an item's shared payload: value id, home, bytes
+
+
+class Additions(NamedTuple):
+    """New items, read.
+
+    Attributes:
+        rows: of each item its identifier, offset, number of rows, first row and end of rows (0 without rows); and up to
+            and including it, one past the last row, payload bytes, and bytes of `keep_on_cpu` fields.
+        max_end: end of all ranges so far.
+        first_of: identifiers that are new, and their first item.
+        given: items whose embeddings came from the client.
+        homes: id of a shared value that is new, and the item that its bytes count with.
+        shared: item to its shared payload.
+    """
+
+    rows: list[tuple[str, int, int, int, int, int, int, int]]
+    max_end: int
+    first_of: dict[str, int]
+    given: list[int]
+    homes: dict[int, int]
+    shared: dict[int, SharedValues]
+
+
+def read_items(request: MultimodalRequest, items: Sequence[MultimodalItem], num_tokens: int) -> Additions:
+    """What is kept of new items, which fit the request and each other; nothing has changed yet.
+
+    Raises:
+        RequestError, PlaceholderError: for the first item that does not fit.
+    """
+    first_of, max_end = request._first_of, request._max_end
+    reach = request._reach[-1] if request._reach else 0
+    payload, kept = request._payload_until[-1], request._kept_until[-1]
+    fresh: dict[str, int] = {}
+    homes: dict[int, int] = {}
+    shared: dict[int, SharedValues] = {}
+    given = []
+    rows = []
+    plain = True  # new contents, each behind the one before: what most conversations send
+    for index, item in enumerate(items, len(request.items)):
+        if type(item) is not MultimodalItem and not isinstance(item, MultimodalItem):
+            raise RequestError(
+                "items are MultimodalItems", request_id=request.request_id, item=index, found=type(item).__name__
+            )
+        offset, end, first_row, end_row, num_rows = item._placeholder._places
+        identifier, fields = item._identifier, item._fields
+        if offset < max_end or end > num_tokens or identifier in first_of or identifier in fresh:
+            plain = False
+            max_end = end if end > max_end else max_end
+            if identifier not in first_of:
+                fresh.setdefault(identifier, index)
+        else:
+            max_end = end
+            fresh[identifier] = index
+        if end_row > reach:
+            reach = end_row
+        if fields is not None:
+            payload += fields.payload_bytes
+            kept += fields.kept_bytes
+            if fields.shared:
+                moved, stayed = _count_shared(index, fields, request._shared_home, homes, shared)
+                payload += moved
+                kept += stayed
+        if item._embeds is not None:
+            given.append(index)
+        rows.append((identifier, offset, num_rows, first_row, end_row, reach, payload, kept))
+    if not plain:
+        check_items(request, items, num_tokens)
+    return Additions(rows, max_end, fresh, given, homes, shared)
+
+
+def _count_shared(
+    index: int,
+    fields: ItemFields,
+    known: Mapping[int, int],
+    homes: dict[int, int],
+    shared: dict[int, SharedValues],
+) -> tuple[int, int]:
+    """Count each shared value with the first item that has it; the payload and kept bytes that count with this one.
+
+    Args:
+        index, fields: the item's.
+        known: value id to the item that its bytes count with, of the items before.
+        homes: the same of the new ones; written.
+        shared: item to its shared payload; written.
+    """
+    payload = kept = 0
+    values = []
+    for name, size, keep_on_cpu in fields.shared:
+        value = id(fields[name])
+        home = known.get(value)
+        if home is None:
+            home = homes.setdefault(value, index)
+        mine = size if home == index else 0
+        if keep_on_cpu:
+            kept += mine
+        else:
+            payload += mine
+            values.append((value, home, size))
+    if values:
+        shared[index] = tuple(values)
+    return payload, kept
