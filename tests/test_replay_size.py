@@ -1,23 +1,20 @@
-"""Sizing: the exact curve of LRU, its knee, and the page."""
+"""Sizing: the exact curve of LRU, its knee, and tiers."""
 
 from __future__ import annotations
 
-import json
-import re
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from html.parser import HTMLParser
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmcache.cli import main
-from mmcache.replay.costs import EngineModel
+from mmcache.replay.costs import EngineModel, TierModel
+from mmcache.replay.curves import CurvePoint, knee_of
 from mmcache.replay.generate import generate
 from mmcache.replay.simulate import simulate
-from mmcache.replay.size import CurvePoint, knee_of, size_workload
+from mmcache.replay.size import size_workload
 from mmcache.replay.stack import LruStack
 
 SIZES = {name: 10 * (place + 1) for place, name in enumerate("abcdefgh")}
@@ -101,8 +98,34 @@ def test_a_tier_is_asked_for_what_the_device_does_not_have() -> None:
     sizing = size_workload(lambda: generate("catalogue", 1500), EngineModel(prefix_blocks=0))
     assert sizing.knee_bytes is not None
     at_knee = next(point for point in sizing.lru if point.capacity_bytes == sizing.knee_bytes)
-    both = at_knee.seconds_saved + sizing.tier[-1].seconds_saved
+    (tier,) = sizing.tiers
+    both = at_knee.seconds_saved + tier.points[-1].seconds_saved
     assert both == pytest.approx(sizing.lru[-1].seconds_saved), "with room for everything, nothing is encoded twice"
+
+
+def test_each_tier_of_several_is_exact_at_its_own_capacity() -> None:
+    """Requests far apart, of one item each; the device and two tiers behind it, each larger than the one before."""
+    turns = [turn for turn in generate("catalogue", 3000, rate=0.001) if len(turn.clips) == 1]
+    first = size_workload(lambda: turns, EngineModel(prefix_blocks=0))
+    assert first.knee_bytes is not None
+    tiers = (TierModel("host", int(1.3 * first.knee_bytes), 1e9), TierModel("disk", int(1.7 * first.knee_bytes), 1e9))
+    engine = EngineModel(policy="lru", prefix_blocks=0, tiers=tiers)
+    sizing = size_workload(lambda: turns, engine, policies=["lru"], capacities=[first.knee_bytes])
+    run = simulate(turns, replace(engine, capacity_bytes=first.knee_bytes))
+    (device,) = sizing.simulated["lru"]
+    missed = len(turns) - run.items["stored"]
+    for model, curve in zip(tiers, sizing.tiers):
+        (point,) = [point for point in curve.points if point.capacity_bytes == model.capacity_bytes]
+        assert run.tier_hits[model.name] > 10
+        assert point.hit_ratio * missed == pytest.approx(run.tier_hits[model.name])
+        assert point.seconds_saved == pytest.approx(run.tier_seconds[model.name])
+        assert point.bytes_saved == run.tier_bytes[model.name]
+        (simulated,) = sizing.simulated_tiers["lru"][model.name]
+        assert simulated.bytes_saved == point.bytes_saved
+        assert simulated.hit_ratio * run.needed == pytest.approx(run.tier_hits[model.name])
+        missed -= run.tier_hits[model.name]
+    assert missed == run.encodes
+    assert device.hit_ratio * run.needed == pytest.approx(run.items["stored"])
 
 
 def test_the_knee_is_where_more_begins_to_gain_little() -> None:
@@ -113,68 +136,6 @@ def test_the_knee_is_where_more_begins_to_gain_little() -> None:
     assert knee_of(curve((1, 5), (10, 5))) == 1
     assert knee_of(curve((1, 0), (2, 0))) is None
     assert knee_of([]) is None
-
-
-class Page(HTMLParser):
-    """Tags that are open, and everything that would leave the page."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.links: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.links += [value or "" for name, value in attrs if name in ("src", "href", "srcset", "action")]
-        if tag not in ("meta", "line", "polyline", "circle"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in ("meta", "line", "polyline", "circle"):
-            assert self.open.pop() == tag
-
-
-def luminance(colour: str) -> float:
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-@pytest.mark.parametrize("command", ["size", "replay"])
-def test_the_page_needs_nothing_but_itself(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page, data = tmp_path / "page.html", tmp_path / "data.json"
-    how = ["--simulate"] if command == "replay" else ["--target", "0.5"]
-    policies = ["--policy", "lru", "--policy", "queue-aware"]
-    files = ["--html", str(page), "--json", str(data)]
-    assert main([command, *how, "--generate", "rolling", "--requests", "60", *policies, *files]) == 0
-    assert capsys.readouterr().out
-    text = page.read_text()
-    parser = Page()
-    parser.feed(text)
-    assert parser.open == []
-    assert parser.links == []
-    assert "<script" not in text
-    assert not re.search(r"https?:|url\(|@import", text)
-    assert "<polyline" in text
-    assert json.loads(data.read_text())["workload"] == "rolling"
-
-
-def test_a_name_cannot_write_into_the_page(tmp_path: Path) -> None:
-    trace = tmp_path / "<script>.jsonl"
-    trace.write_text('{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}\n')
-    assert main(["size", str(trace), "--html", str(tmp_path / "page.html")]) == 0
-    assert "<script>" not in (tmp_path / "page.html").read_text()
-
-
-def test_colours_have_contrast_in_light_and_dark(tmp_path: Path) -> None:
-    assert main(["size", "--generate", "catalogue", "--requests", "50", "--html", str(tmp_path / "p.html")]) == 0
-    style = (tmp_path / "p.html").read_text().split("</style>")[0]
-    schemes = re.findall(r":root \{([^}]*)\}", style)
-    assert len(schemes) == 2
-    for scheme in schemes:
-        colours = dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", scheme))
-        for name in colours.keys() - {"paper", "line"}:
-            dark, light = sorted((luminance(colours[name]), luminance(colours["paper"])))
-            assert (light + 0.05) / (dark + 0.05) >= 4.5, f"{name} on paper"
 
 
 def test_simulation_agrees_with_sizing_on_what_is_encoded_at_the_end_of_the_curve() -> None:

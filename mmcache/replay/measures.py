@@ -114,7 +114,7 @@ class Simulation:
         encodes, encode_seconds: runs of the encoder, one an item, and their seconds.
         needed_seconds: seconds if every item that no prefix covers were encoded.
         plain_encode_seconds: seconds if every item of every request were encoded.
-        tier_hits: contents loaded, by tier.
+        tier_hits, tier_seconds, tier_bytes: contents loaded, by tier; encoder seconds and payload that this saved.
         evictions, uncached: as in `CacheStats`.
         seconds: simulated time from the first arrival to the last token.
         ttft: seconds from arrival to the first token.
@@ -139,6 +139,8 @@ class Simulation:
     needed_seconds: float = 0.0
     plain_encode_seconds: float = 0.0
     tier_hits: dict[str, int] = field(default_factory=dict)
+    tier_seconds: dict[str, float] = field(default_factory=dict)
+    tier_bytes: dict[str, int] = field(default_factory=dict)
     evictions: dict[str, int] = field(default_factory=dict)
     uncached: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
@@ -148,6 +150,16 @@ class Simulation:
     most_used_bytes: int = 0
     skipped_lines: int = 0
     wall_seconds: float = 0.0
+
+    def loaded(self, tier: str, seconds: float, payload: int) -> None:
+        """A tier gives what would have been encoded, and was counted as that."""
+        self.bytes["transfer"] -= payload
+        self.bytes["stored"] += payload
+        self.items["missing"] -= 1
+        self.items["loaded"] += 1
+        self.tier_hits[tier] = self.tier_hits.get(tier, 0) + 1
+        self.tier_seconds[tier] = self.tier_seconds.get(tier, 0.0) + seconds
+        self.tier_bytes[tier] = self.tier_bytes.get(tier, 0) + payload
 
     @property
     def total_bytes(self) -> int:
@@ -192,6 +204,8 @@ class Simulation:
             "needed_seconds": self.needed_seconds,
             "plain_encode_seconds": self.plain_encode_seconds,
             "tier_hits": self.tier_hits,
+            "tier_seconds": self.tier_seconds,
+            "tier_bytes": self.tier_bytes,
             "evictions": self.evictions,
             "uncached": self.uncached,
             "most_used_bytes": self.most_used_bytes,

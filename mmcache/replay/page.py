@@ -2,63 +2,131 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from mmcache.replay.charts import Axis, Mark, line_chart, stacked_chart
+from mmcache.replay.style import STYLE
 from mmcache.replay.table import size_text, time_text
 
 __all__ = ["write_page"]
 
-_COLOURS = 5
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1b1f24; --soft: #4d5763; --paper: #ffffff; --line: #c8ced6;
-  --c0: #0b5cad; --c1: #b3430b; --c2: #1a7a3c; --c3: #7a3fb0; --c4: #8a6100; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e8ebef; --soft: #adb6c2; --paper: #14171b; --line: #3b434d;
-  --c0: #6db3ff; --c1: #ff9a63; --c2: #63d38a; --c3: #cf9bff; --c4: #e6bd55; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 1rem; max-width: 60rem; background: var(--paper); color: var(--ink);
-  font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
-svg { width: 100%; height: auto; display: block; } svg text { fill: var(--soft); font-size: 13px; }
-svg .axis { stroke: var(--line); stroke-width: 1; } svg .curve { fill: none; stroke-width: 2.5; }
-.legend { display: flex; flex-wrap: wrap; gap: .25rem 1rem; padding: 0; margin: .25rem 0; list-style: none; }
-.legend i { display: inline-block; width: .8rem; height: .8rem; margin-right: .35rem; border-radius: 2px; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .5rem; text-align: right; border-bottom: 1px solid var(--line); }
-th:first-child, td:first-child { text-align: left; } p { color: var(--soft); }
-""" + "\n".join(
-    f".s{i} {{ stroke: var(--c{i}); }} .f{i} {{ fill: var(--c{i}); background: var(--c{i}); }}" for i in range(_COLOURS)
-)
+_REASONS = {
+    "transfer": "moved to the encoder",
+    "covered": "covered by the prefix",
+    "stored": "embedding held",
+    "in_flight": "being encoded",
+    "kept_on_cpu": "kept on the CPU",
+}
+
+
+def _rounded(size: float) -> str:
+    """Bytes at a tick, `100 MB`."""
+    return size_text(round(size)).replace(".0 ", " ")
+
+
+_ROOM = Axis("room for embeddings", _rounded, logarithmic=True)
+_HITS = Axis("share of the needed items", "{:.0%}".format)
+_SAVED = Axis("encoder seconds saved", "{:,.4g}".format)
+_BYTES = Axis("bytes", _rounded)
 
 
 def write_page(path: Path, name: str, report: dict[str, Any]) -> None:
     """Write the page of a report, which is what `--json` writes."""
-    sections = _sizing(report["sizing"]) if "sizing" in report else _simulations(report["simulations"])
-    title = f"mmcache: {name}"
+    if "sizing" in report:
+        title, sections = f"Sizing for {name}", _sizing(report["sizing"])
+    else:
+        title, sections = f"Simulation of {name}", _simulations(report["simulations"])
     path.write_text(
         "<!doctype html>\n"
-        f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)} - mmcache</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{_STYLE}</style></head>\n<body><main><h1>{escape(title)}</h1>\n"
-        + "\n".join(sections)
+        '<meta name="color-scheme" content="light dark">'
+        f'<link rel="icon" href="data:,"><style>{STYLE}</style></head>\n'
+        f'<body><main><p class="brand">mmcache</p><h1>{escape(title)}</h1>\n'
+        + "\n".join(section for section in sections if section)
         + "\n</main></body></html>\n",
         encoding="utf-8",
     )
 
 
+# -- sizing ------------------------------------------------------------------------------------------------------------
+
+
 def _sizing(sizing: dict[str, Any]) -> list[str]:
     curves = {"lru (exact)": sizing["lru"], **{f"{p} (simulated)": c for p, c in sizing["simulated"].items()}}
-    sections = [f"<p>{_recommendation(sizing)}</p>"]
-    for title, field, text in (
-        ("Hit ratio by room for embeddings", "hit_ratio", "{:.0%}".format),
-        ("Encoder seconds saved", "seconds_saved", "{:,.0f}".format),
-        ("Bytes not moved", "bytes_saved", size_text),
-    ):
+    marks = []
+    if sizing["knee_bytes"] is not None:
+        marks.append(Mark(sizing["knee_bytes"], f"knee {size_text(sizing['knee_bytes'])}"))
+    if sizing["target_bytes"] is not None:
+        text = f"{sizing['target']:.0%} at {size_text(sizing['target_bytes'])}"
+        marks.append(Mark(sizing["target_bytes"], text))
+
+    def chart(title: str, field: str, y: Axis) -> str:
         series = {name: [(p["capacity_bytes"], p[field]) for p in curve] for name, curve in curves.items()}
-        sections.append(_chart(title, series, size_text, text, logarithmic=True))
+        return line_chart(title, _ROOM, y, series, marks)
+
+    charts = [
+        chart("Hit ratio", "hit_ratio", _HITS),
+        chart("Encoder seconds saved", "seconds_saved", _SAVED),
+        chart("Bytes not moved", "bytes_saved", _BYTES),
+    ]
+    charts += [_tier_chart(tier, sizing["knee_bytes"]) for tier in sizing["tiers"]]
+    return [
+        f'<p class="lead">{escape(_recommendation(sizing))}</p>',
+        _facts(_sizing_facts(sizing)),
+        _grid("What room for embeddings saves", charts),
+        _note(
+            "LRU is exact at every point, from one pass over the requests one after the other; other policies are"
+            " simulated at some. Room, hits and seconds are about items that no prefix covers."
+        ),
+        _points_table(curves, sizing),
+    ]
+
+
+def _recommendation(sizing: dict[str, Any]) -> str:
+    if sizing["knee_bytes"] is None:
+        text = "No room for embeddings saves anything: nothing that a prefix does not cover is needed twice."
+    else:
+        text = f"Take {size_text(sizing['knee_bytes'])}: more than that gains least."
+    if sizing["target"] is not None and sizing["target_bytes"] is None:
+        text += f" A hit ratio of {sizing['target']:.0%} is not reached."
+    return text
+
+
+def _sizing_facts(sizing: dict[str, Any]) -> list[tuple[str, str]]:
+    at_knee = [point for point in sizing["lru"] if point["capacity_bytes"] == sizing["knee_bytes"]]
+    facts = [("requests", f"{sizing['requests']:,}"), ("items needed", f"{sizing['needed']:,}")]
+    if at_knee:
+        facts += [
+            ("knee", size_text(sizing["knee_bytes"])),
+            ("hit ratio there", f"{at_knee[0]['hit_ratio']:.1%}"),
+            ("encoder time saved there", time_text(at_knee[0]["seconds_saved"])),
+            ("no gain beyond", size_text(sizing["working_set_bytes"])),
+        ]
+    if sizing["target_bytes"] is not None:
+        facts.append((f"for {sizing['target']:.0%} hits", size_text(sizing["target_bytes"])))
+    facts.append(("saved by the prefix alone", time_text(sizing["covered_seconds"])))
+    if sizing["skipped_lines"]:
+        facts.append(("lines skipped", f"{sizing['skipped_lines']:,}"))
+    return facts
+
+
+def _tier_chart(tier: dict[str, Any], knee: int) -> str:
+    if not any(point["hit_ratio"] for point in tier["points"]):
+        return ""
+    series = {tier["name"]: [(p["capacity_bytes"], p["hit_ratio"]) for p in tier["points"]]}
+    room = Axis(f"room in {tier['name']}", _ROOM.text, logarithmic=True)
+    title = f"{tier['name']}, behind {size_text(knee)} on the device"
+    return line_chart(title, room, Axis("share of what misses before it", _HITS.text), series)
+
+
+def _points_table(curves: dict[str, Any], sizing: dict[str, Any]) -> str:
+    named = dict(curves)
+    for policy, tiers in sizing["simulated_tiers"].items():
+        named |= {f"{policy}, from {tier}": curve for tier, curve in tiers.items()}
     rows = [
         [
             name,
@@ -67,101 +135,117 @@ def _sizing(sizing: dict[str, Any]) -> list[str]:
             f"{p['seconds_saved']:,.1f}",
             size_text(p["bytes_saved"]),
         ]
-        for name, curve in curves.items()
+        for name, curve in named.items()
         for p in curve
     ]
-    sections.append(_table("All points", ["policy", "room", "hits", "seconds saved", "not moved"], rows))
-    if sizing["tier"]:
-        series = {"tier": [(p["capacity_bytes"], p["hit_ratio"]) for p in sizing["tier"]]}
-        title = f"A tier behind {size_text(sizing['knee_bytes'])}: hit ratio of what misses there"
-        sections.append(_chart(title, series, size_text, "{:.0%}".format, logarithmic=True))
-    return sections
+    table = _table(["policy", "room", "hits", "seconds saved", "not moved"], rows)
+    return f"<details><summary>All points</summary>{table}</details>"
 
 
-def _recommendation(sizing: dict[str, Any]) -> str:
-    if sizing["knee_bytes"] is None:
-        return "No capacity saves anything: nothing that a prefix does not cover is needed twice."
-    text = f"Knee of the curve: {size_text(sizing['knee_bytes'])}. Nothing is gained beyond "
-    text += f"{size_text(sizing['working_set_bytes'])}."
-    if sizing["target"] is not None:
-        reached = "is not reached" if sizing["target_bytes"] is None else f"takes {size_text(sizing['target_bytes'])}"
-        text += f" A hit ratio of {sizing['target']:.0%} {reached}."
-    return text
+# -- simulations -------------------------------------------------------------------------------------------------------
 
 
 def _simulations(runs: list[dict[str, Any]]) -> list[str]:
-    head = ["", *(run["policy"] for run in runs)]
-    rows = [
-        ["room for embeddings", *(size_text(run["capacity_bytes"]) for run in runs)],
-        ["requests", *(f"{run['requests']:,}" for run in runs)],
-        ["tokens from the prefix", *(f"{run['prefix_ratio']:.1%}" for run in runs)],
-        ["hit ratio of embeddings", *(f"{run['hit_ratio']:.1%}" for run in runs)],
-        ["encoder runs", *(f"{run['encodes']:,}" for run in runs)],
-        ["encoder seconds", *(f"{run['encode_seconds']:,.1f}" for run in runs)],
-        *([f"bytes {reason}", *(size_text(run["bytes"][reason]) for run in runs)] for reason in runs[0]["bytes"]),
-        ["first token, mean", *(time_text(run["ttft"]["mean"]) for run in runs)],
-        ["first token, 99 %", *(time_text(run["ttft"]["p99"]) for run in runs)],
+    first = runs[0]
+    turn = Axis("turn of its conversation", "{:.0f}".format)
+    by_turn = [
+        line_chart(title, turn, y, {run["policy"]: [(row["turn"], row[field]) for row in run["turns"]] for run in runs})
+        for title, field, y in (
+            ("Time to the first token", "ttft", Axis("mean", time_text)),
+            ("Bytes moved a request", "moved", Axis("mean", _BYTES.text)),
+        )
     ]
-    sections = [_table("Policies side by side", head, rows)]
-    for title, field, text in (
-        ("Time to the first token by turn", "ttft", time_text),
-        ("Bytes moved by turn", "moved", size_text),
-    ):
-        series = {run["policy"]: [(row["turn"], row[field]) for row in run["turns"]] for run in runs}
-        sections.append(_chart(title, series, "{:.0f}".format, text))
+    times = Axis("simulated time", lambda seconds: f"{seconds:,.0f} s")
+    over_time = []
     for run in runs:
-        spans = run["series"]
+        span = run["series"]["span_seconds"]
         series = {
-            reason: [((i + 0.5) * spans["span_seconds"], bucket[place]) for i, bucket in enumerate(spans["bytes"])]
-            for place, reason in enumerate(spans["reasons"])
+            _REASONS[reason]: [((i + 0.5) * span, bucket[place]) for i, bucket in enumerate(run["series"]["bytes"])]
+            for place, reason in enumerate(run["series"]["reasons"])
         }
-        title = f"Bytes by reason over time, {run['policy']}"
-        sections.append(_chart(title, series, "{:,.0f} s".format, size_text))
-    return sections
+        title = f"Bytes by reason, {run['policy']}" if len(runs) > 1 else "Bytes by reason"
+        over_time.append(stacked_chart(title, times, Axis(f"bytes in {span:g} s", _BYTES.text), series))
+    facts = [
+        ("requests", f"{first['requests']:,}"),
+        ("items", f"{sum(first['items'].values()):,}"),
+        ("room for embeddings", size_text(first["capacity_bytes"])),
+        ("tokens from the prefix", f"{first['prefix_ratio']:.1%}"),
+        ("if every item were encoded", time_text(first["plain_encode_seconds"])),
+    ]
+    return [
+        f'<p class="lead">{escape(_summary(runs))}</p>',
+        _facts(facts),
+        f"<h2>{'Policies side by side' if len(runs) > 1 else 'In numbers'}</h2>",
+        _table(["", *(run["policy"] for run in runs)], _comparison(runs)),
+        _grid("Turn by turn", by_turn),
+        _grid("Over time", over_time),
+        _note(
+            "Hits and bytes are decisions of the cache's own ledger and policies. Times come from the cost model"
+            " (--costs): set your engine's before you read them."
+        ),
+    ]
 
 
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    cells = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+def _summary(runs: Sequence[dict[str, Any]]) -> str:
+    best = min(runs, key=lambda run: run["encode_seconds"])
+    plain = best["plain_encode_seconds"]
+    share = best["bytes"]["transfer"] / max(1, best["total_bytes"])
+    kept = 1 - best["encode_seconds"] / plain if plain else 0.0
     return (
-        f'<h2>{escape(title)}</h2><div class="wide" tabindex="0"><table><thead><tr>{cells}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
+        f"{best['policy']} moves {share:.1%} of the bytes and spares {kept:.1%} of the encoder's time;"
+        f" of the items that no prefix covers {best['hit_ratio']:.1%} run no encoder."
     )
 
 
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 280, 76, 28
+def _comparison(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
+    def row(title: str, text: Callable[[dict[str, Any]], str]) -> list[str]:
+        return [title, *map(text, runs)]
+
+    rows = [
+        row("hit ratio of embeddings", lambda run: f"{run['hit_ratio']:.1%}"),
+        row("encoder runs", lambda run: f"{run['encodes']:,}"),
+        row("encoder time", lambda run: time_text(run["encode_seconds"])),
+        row("first token, mean", lambda run: time_text(run["ttft"]["mean"])),
+        row("first token, 99 %", lambda run: time_text(run["ttft"]["p99"])),
+        row("evicted", lambda run: f"{sum(run['evictions'].values()):,}"),
+        row("served uncached", lambda run: f"{sum(run['uncached'].values()):,}"),
+        row("most room used", lambda run: size_text(run["most_used_bytes"])),
+    ]
+    tiers = dict.fromkeys(tier for run in runs for tier in run["tier_hits"])
+    rows += [row(f"loaded from {tier}", lambda run, tier=tier: f"{run['tier_hits'].get(tier, 0):,}") for tier in tiers]  # type: ignore[misc]
+    rows += [
+        row(f"bytes {name}", lambda run, reason=reason: size_text(run["bytes"][reason]))  # type: ignore[misc]
+        for reason, name in _REASONS.items()
+    ]
+    if any(run["skipped_lines"] for run in runs):
+        rows.append(row("lines skipped", lambda run: f"{run['skipped_lines']:,}"))
+    return rows
 
 
-def _chart(
-    title: str, series: dict[str, list[tuple[float, float]]], x_text: Any, y_text: Any, *, logarithmic: bool = False
-) -> str:
-    """Lines over one axis; x may be logarithmic."""
-    points = [point for line in series.values() for point in line]
-    if not points:
-        return ""
-    scale = math.log if logarithmic else float
-    low, high = scale(min(x for x, _ in points)), scale(max(x for x, _ in points))
-    top = max(y for _, y in points) or 1.0
+# -- parts of a page ---------------------------------------------------------------------------------------------------
 
-    def place(x: float, y: float) -> tuple[float, float]:
-        across = (scale(x) - low) / (high - low) if high > low else 0.5
-        return _LEFT + across * (_WIDTH - _LEFT - 12), 12 + (1 - y / top) * (_HEIGHT - _BOTTOM - 12)
 
-    parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">']
-    for share in (0.0, 0.5, 1.0):
-        _, y = place(min(x for x, _ in points), share * top)
-        parts.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - 12}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(y_text(share * top))}</text>')
-    for share, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
-        value = low + share * (high - low)
-        text = escape(x_text(math.exp(value) if logarithmic else value))
-        x = _LEFT + share * (_WIDTH - _LEFT - 12)
-        parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - 6}" text-anchor="{anchor}">{text}</text>')
-    for number, line in enumerate(series.values()):
-        where = " ".join("{:.1f},{:.1f}".format(*place(x, y)) for x, y in line)
-        parts.append(f'<polyline class="curve s{number % _COLOURS}" points="{where}"/>')
-        if len(line) <= 12:
-            dots = (place(x, y) for x, y in line)
-            parts += [f'<circle class="f{number % _COLOURS}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>' for x, y in dots]
-    legend = "".join(f'<li><i class="f{i % _COLOURS}"></i>{escape(name)}</li>' for i, name in enumerate(series))
-    return f'<h2>{escape(title)}</h2><ul class="legend">{legend}</ul>{"".join(parts)}</svg>'
+def _facts(facts: Iterable[tuple[str, str]]) -> str:
+    pairs = (f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts)
+    return f'<dl class="facts">{"".join(pairs)}</dl>'
+
+
+def _grid(title: str, charts: Iterable[str]) -> str:
+    content = "".join(charts)
+    return f'<h2>{escape(title)}</h2><div class="charts">{content}</div>' if content else ""
+
+
+def _note(text: str) -> str:
+    return f'<p class="note">{escape(text)}</p>'
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    cells = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
+    body = "".join(
+        f'<tr><th scope="row">{escape(row[0])}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:]) + "</tr>"
+        for row in rows
+    )
+    return (
+        f'<div class="wide" tabindex="0" role="region" aria-label="Table"><table><thead><tr>{cells}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )

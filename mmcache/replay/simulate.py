@@ -207,12 +207,8 @@ class _Simulator:
             if tier.has(entry.content) and self._ledger.delegate(run.ticket, entry):
                 payload = _payload(run.request.items[index])
                 run.moved -= payload
-                sums = self._sums
-                sums.bytes["transfer"] -= payload
-                sums.bytes["stored"] += payload
-                sums.items["missing"] -= 1
-                sums.items["loaded"] += 1
-                sums.tier_hits[tier.model.name] = sums.tier_hits.get(tier.model.name, 0) + 1
+                self._sums.loaded(tier.model.name, self._costs.encode(entry.num_rows), payload)
+                self._sums.series.add(self._now - (self._begin or 0.0), (-payload, 0, payload, 0, 0))
                 nbytes = entry.num_rows * self._engine.row_bytes
                 self._at(tier.read(entry.content, self._now), self._loaded, entry, nbytes)
                 return True

@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mmcache.planning import needed_items
 from mmcache.prefix import PrefixIndex
-from mmcache.replay.costs import CostModel, EngineModel
+from mmcache.replay.costs import CostModel, EngineModel, TierModel
+from mmcache.replay.curves import GRID, Curve, CurvePoint, Needs, knee_of, spread
+from mmcache.replay.measures import Simulation
 from mmcache.replay.simulate import simulate
 from mmcache.replay.stack import LruStack
 from mmcache.replay.workload import Conversations, Turn
 
-__all__ = ["GRID", "CurvePoint", "Sizing", "knee_of", "size_workload"]
-
-GRID = tuple(round(2 ** (power / 4)) for power in range(4 * 20, 4 * 44 + 1))
-"""Capacities, in bytes, from 1 MiB to 16 TiB, four to a doubling."""
+__all__ = ["Sizing", "TierCurve", "size_workload"]
 
 
 @dataclass(frozen=True, slots=True)
-class CurvePoint:
-    """What one capacity saves.
+class TierCurve:
+    """What each capacity of a tier saves of what all before it miss."""
 
-    Attributes:
-        capacity_bytes: room for embeddings.
-        hit_ratio: of the contents that requests need and no prefix covers, the share that is held.
-        seconds_saved: encoder seconds of these.
-        bytes_saved: processor output that does not move for them.
-    """
-
-    capacity_bytes: int
-    hit_ratio: float
-    seconds_saved: float
-    bytes_saved: int
+    name: str
+    points: tuple[CurvePoint, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +37,13 @@ class Sizing:
         needed_seconds, needed_bytes: encoder seconds and processor output of what is needed.
         working_set_bytes: the capacity beyond which nothing is gained.
         lru: the exact curve of LRU. It begins where what any one request needs fits.
-        simulated: points of other policies and of tiers, by name.
+        simulated: points of other policies, by name; with the tiers that were given, what these save is not in it.
+        simulated_tiers: what each tier saves at these points, by policy and tier; the capacity is the device's.
         knee_bytes: the capacity after which more of it gains least, or None where no capacity gains anything.
         target: the hit ratio that was asked for, or None.
         target_bytes: the least capacity of the curve that reaches it, or None.
-        tier: behind a device of `knee_bytes`: what a second place of each capacity saves on top, under LRU.
+        tiers: behind a device of `knee_bytes`, and behind the tiers before at their own capacities: what a tier of each
+            capacity saves on top, under LRU.
         skipped_lines: lines of the trace that could not be read.
     """
 
@@ -65,10 +56,11 @@ class Sizing:
     working_set_bytes: int
     lru: tuple[CurvePoint, ...]
     simulated: dict[str, tuple[CurvePoint, ...]]
+    simulated_tiers: dict[str, dict[str, tuple[CurvePoint, ...]]]
     knee_bytes: int | None
     target: float | None
     target_bytes: int | None
-    tier: tuple[CurvePoint, ...]
+    tiers: tuple[TierCurve, ...]
     skipped_lines: int = 0
 
     def with_skipped(self, lines: int) -> Sizing:
@@ -81,62 +73,17 @@ class Sizing:
         def points(curve: Iterable[CurvePoint]) -> list[dict[str, float]]:
             return [{name: getattr(point, name) for name in CurvePoint.__slots__} for point in curve]
 
-        plain = {name: getattr(self, name) for name in Sizing.__slots__ if name not in ("lru", "simulated", "tier")}
-        curves = {name: points(curve) for name, curve in self.simulated.items()}
-        return {**plain, "lru": points(self.lru), "simulated": curves, "tier": points(self.tier)}
-
-
-@dataclass(frozen=True, slots=True)
-class _Needs:
-    """What one request needs: of each content bytes of its rows, bytes of its payload, and encoder seconds."""
-
-    contents: dict[Hashable, int]
-    payloads: list[int]
-    seconds: list[float]
-    covered_bytes: int
-    covered_seconds: float
-
-
-class _Curve:
-    """Hits by the capacity that they take, in one pass; memory does not grow with what is deeper than the grid."""
-
-    def __init__(self, grid: Sequence[int]) -> None:
-        self._grid = grid
-        self._stack = LruStack(grid[-1])
-        self._hits: list[list[float]] = [[0, 0.0, 0] for _ in grid]
-        self.asked = 0
-        self.asked_seconds = 0.0
-        self.asked_bytes = 0
-        self.deepest = 0
-        self.widest = 0
-
-    def add(self, contents: dict[Hashable, int], payloads: Sequence[int], seconds: Sequence[float]) -> list[int | None]:
-        """Count the contents of one request; their distances."""
-        distances = self._stack.use(contents)
-        self.widest = max(self.widest, sum(contents.values()))
-        for distance, payload, cost in zip(distances, payloads, seconds):
-            self.asked += 1
-            self.asked_seconds += cost
-            self.asked_bytes += payload
-            if distance is not None and distance <= self._grid[-1]:
-                self.deepest = max(self.deepest, distance)
-                hits = self._hits[bisect_left(self._grid, distance)]
-                hits[0] += 1
-                hits[1] += cost
-                hits[2] += payload
-        return distances
-
-    def points(self) -> tuple[CurvePoint, ...]:
-        """The curve, from the first capacity that holds any one request to the first that gains nothing more."""
-        points = []
-        count, seconds, payload = 0.0, 0.0, 0.0
-        for capacity, hits in zip(self._grid, self._hits):
-            count, seconds, payload = count + hits[0], seconds + hits[1], payload + hits[2]
-            if capacity >= self.widest:
-                points.append(CurvePoint(capacity, count / max(1, self.asked), seconds, int(payload)))
-                if capacity >= self.deepest:
-                    break
-        return tuple(points)
+        curved = ("lru", "simulated", "simulated_tiers", "tiers")
+        return {
+            **{name: getattr(self, name) for name in Sizing.__slots__ if name not in curved},
+            "lru": points(self.lru),
+            "simulated": {policy: points(curve) for policy, curve in self.simulated.items()},
+            "simulated_tiers": {
+                policy: {name: points(curve) for name, curve in tiers.items()}
+                for policy, tiers in self.simulated_tiers.items()
+            },
+            "tiers": [{"name": tier.name, "points": points(tier.points)} for tier in self.tiers],
+        }
 
 
 def size_workload(
@@ -154,31 +101,34 @@ def size_workload(
 
     Args:
         make_turns: gives the workload anew, each time the same.
-        engine: the engine; its capacity, policy and tiers do not matter here.
+        engine: the engine; its capacity and policy do not matter here. Without tiers, one of any capacity is looked at.
         target: a hit ratio to reach.
         policies: to simulate beside.
         num_points: at so many capacities, spread over the curve.
         capacities: bytes; more points of the exact curve, and the simulated ones instead of the spread ones.
     """
-    grid = sorted({*GRID, *(capacity for capacity in capacities if capacity > 0)})
-    curve = _Curve(grid)
+    tiers = engine.tiers or (TierModel("tier", 0, 1.0),)
+    grid = sorted({*GRID, *(size for size in (*capacities, *(tier.capacity_bytes for tier in tiers)) if size > 0)})
+    curve = Curve(grid)
     requests = covered_bytes = 0
     covered_seconds = 0.0
-    for needs in _needs(make_turns(), engine):
+    for covered, needs in _needs(make_turns(), engine):
         requests += 1
-        covered_bytes += needs.covered_bytes
-        covered_seconds += needs.covered_seconds
-        curve.add(needs.contents, needs.payloads, needs.seconds)
+        covered_bytes += covered[0]
+        covered_seconds += covered[1]
+        curve.add(needs)
     points = curve.points()
     knee = knee_of(points)
     reached = [point.capacity_bytes for point in points if target is not None and point.hit_ratio >= target]
-    chosen = sorted(capacities) or _spread(points, num_points)
-    simulated = {}
+    chosen = sorted(capacities) or spread(points, num_points)
+    simulated: dict[str, tuple[CurvePoint, ...]] = {}
+    simulated_tiers: dict[str, dict[str, tuple[CurvePoint, ...]]] = {}
     for policy in policies:
-        simulated[policy] = tuple(
-            _simulated(make_turns(), replace(engine, policy=policy, capacity_bytes=capacity, tiers=()))
-            for capacity in chosen
-        )
+        runs = [simulate(make_turns(), replace(engine, policy=policy, capacity_bytes=size)) for size in chosen]
+        simulated[policy] = tuple(map(_device_point, runs))
+        simulated_tiers[policy] = {
+            tier.name: tuple(_tier_point(run, tier.name) for run in runs) for tier in engine.tiers
+        }
     return Sizing(
         requests=requests,
         needed=curve.asked,
@@ -189,36 +139,16 @@ def size_workload(
         working_set_bytes=max(curve.deepest, curve.widest),
         lru=points,
         simulated=simulated,
+        simulated_tiers=simulated_tiers,
         knee_bytes=knee,
         target=target,
         target_bytes=reached[0] if reached else None,
-        tier=() if knee is None else _second(make_turns(), engine, knee, grid),
+        tiers=() if knee is None else _behind(make_turns(), engine, knee, grid, tiers),
     )
 
 
-def knee_of(points: Sequence[CurvePoint]) -> int | None:
-    """The capacity where the curve of encoder seconds saved is farthest above the line between its ends.
-
-    After Satopaa et al., "Finding a 'Kneedle' in a Haystack" (2011), without smoothing.
-    """
-    gaining = [point for point in points if point.seconds_saved > 0]
-    if not gaining:
-        return None
-    first, last = points[0], points[-1]
-    width = last.capacity_bytes - first.capacity_bytes
-    height = last.seconds_saved - first.seconds_saved
-    if width <= 0 or height <= 0:
-        return gaining[0].capacity_bytes
-
-    def above(point: CurvePoint) -> float:
-        gained = (point.seconds_saved - first.seconds_saved) / height
-        return gained - (point.capacity_bytes - first.capacity_bytes) / width
-
-    return max(gaining, key=above).capacity_bytes
-
-
-def _needs(turns: Iterable[Turn], engine: EngineModel) -> Iterator[_Needs]:
-    """What each request needs beyond the prefix that is known, one request after the other."""
+def _needs(turns: Iterable[Turn], engine: EngineModel) -> Iterator[tuple[tuple[int, float], Needs]]:
+    """What the known prefix saves of each request, in bytes and seconds, and what the request needs beyond it."""
     conversations = Conversations()
     prefix = PrefixIndex(engine.block_size, engine.prefix_blocks) if engine.prefix_blocks else None
     sums: dict[str, tuple[int, float]] = {}  # of all items of conversations that go on
@@ -245,7 +175,8 @@ def _needs(turns: Iterable[Turn], engine: EngineModel) -> Iterator[_Needs]:
                 payloads.append(payload)
                 seconds.append(engine.costs.encode(rows))
         all_bytes, all_seconds = _of_all(turn, sums, engine.costs)
-        yield _Needs(contents, payloads, seconds, all_bytes - needed_bytes, max(0.0, all_seconds - needed_seconds))
+        covered = (all_bytes - needed_bytes, max(0.0, all_seconds - needed_seconds))
+        yield covered, Needs(contents, payloads, seconds)
 
 
 def _of_all(turn: Turn, sums: dict[str, tuple[int, float]], costs: CostModel) -> tuple[int, float]:
@@ -258,31 +189,31 @@ def _of_all(turn: Turn, sums: dict[str, tuple[int, float]], costs: CostModel) ->
     return nbytes, seconds
 
 
-def _second(
-    turns: Iterable[Turn], engine: EngineModel, first_bytes: int, grid: Sequence[int]
-) -> tuple[CurvePoint, ...]:
-    """The curve of a place behind a device of `first_bytes`: it is asked for what the device does not have."""
-    device, curve = LruStack(first_bytes), _Curve(grid)
-    for needs in _needs(turns, engine):
+def _behind(
+    turns: Iterable[Turn], engine: EngineModel, first_bytes: int, grid: Sequence[int], tiers: Sequence[TierModel]
+) -> tuple[TierCurve, ...]:
+    """The curves of tiers behind a device of `first_bytes`, each with the ones before it at their capacities.
+
+    Whatever the device does not have comes into all of them; a tier is asked for what those before it do not have.
+    """
+    device, curves = LruStack(first_bytes), [Curve(grid) for _ in tiers]
+    for _, needs in _needs(turns, engine):
         distances = device.use(needs.contents)
-        missed = [i for i, distance in enumerate(distances) if distance is None or distance > first_bytes]
-        contents = list(needs.contents.items())
-        curve.add(
-            dict(contents[i] for i in missed), [needs.payloads[i] for i in missed], [needs.seconds[i] for i in missed]
-        )
-    return curve.points()
+        missed = needs.only([i for i, far in enumerate(distances) if far is None or far > first_bytes])
+        asked = set(range(len(missed.payloads)))
+        for tier, curve in zip(tiers, curves):
+            found = curve.add(missed, asked)
+            asked -= {i for i, far in enumerate(found) if far is not None and far <= tier.capacity_bytes}
+    return tuple(TierCurve(tier.name, curve.points()) for tier, curve in zip(tiers, curves))
 
 
-def _spread(points: Sequence[CurvePoint], number: int) -> list[int]:
-    """Capacities spread over the curve, both ends included."""
-    if len(points) <= number:
-        return [point.capacity_bytes for point in points]
-    places = {round(i * (len(points) - 1) / max(1, number - 1)) for i in range(number)}
-    return [points[place].capacity_bytes for place in sorted(places)]
+def _device_point(run: Simulation) -> CurvePoint:
+    seconds = run.needed_seconds - run.encode_seconds - sum(run.tier_seconds.values())
+    nbytes = run.bytes["stored"] + run.bytes["in_flight"] - sum(run.tier_bytes.values())
+    held = run.items["stored"] + run.items["in_flight"]
+    return CurvePoint(run.capacity_bytes, held / max(1, run.needed), max(0.0, seconds), nbytes)
 
 
-def _simulated(turns: Iterable[Turn], engine: EngineModel) -> CurvePoint:
-    result = simulate(turns, engine)
-    saved = result.bytes["stored"] + result.bytes["in_flight"]
-    seconds = result.needed_seconds - result.encode_seconds
-    return CurvePoint(engine.capacity_bytes, result.hit_ratio, max(0.0, seconds), saved)
+def _tier_point(run: Simulation, tier: str) -> CurvePoint:
+    ratio = run.tier_hits.get(tier, 0) / max(1, run.needed)
+    return CurvePoint(run.capacity_bytes, ratio, run.tier_seconds.get(tier, 0.0), run.tier_bytes.get(tier, 0))

@@ -38,6 +38,13 @@ def add_size_command(commands: Any) -> None:
     parser.add_argument(
         "--capacity", action="append", default=[], metavar="SIZE", help="a point to look at; repeatable"
     )
+    parser.add_argument(
+        "--tier",
+        action="append",
+        default=[],
+        metavar="NAME:SIZE:RATE[:US]",
+        help="a place behind the device, as host:64GB:20GB:50; repeatable, fastest first",
+    )
     parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
     parser.add_argument("--html", metavar="FILE", help="also write a page to FILE")
     add_workload_options(parser)
@@ -54,7 +61,7 @@ def run_size(arguments: argparse.Namespace) -> int:
         raise ConfigError("a hit ratio lies between 0 and 1", field="target", found=arguments.target)
     bad = BadLines()
     name, make_turns = workload_of(arguments, bad)
-    engine = engine_of(arguments, policy="lru")
+    engine = engine_of(arguments, policy="lru", tiers=arguments.tier)
     targets = _targets(arguments)
     for policy in arguments.policy:
         engine_of(arguments, policy=policy)  # raises for an unknown one, before the pass

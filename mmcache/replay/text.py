@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from mmcache.replay.curves import CurvePoint
 from mmcache.replay.measures import Simulation
-from mmcache.replay.size import CurvePoint, Sizing
+from mmcache.replay.size import Sizing
 from mmcache.replay.table import size_text, time_text
 
 __all__ = ["simulation_text", "sizing_text"]
@@ -48,17 +49,15 @@ def sizing_text(name: str, sizing: Sizing) -> str:
         f"the prefix cache alone saves {sizing.covered_seconds:,.1f} encoder seconds"
         f" and {size_text(sizing.covered_bytes)}"
     )
-    points = _thinned(sizing.lru)
-    table = [("room", ["LRU hits", "seconds saved", "not moved"])]
-    table += [(size_text(point.capacity_bytes), _cells(point)) for point in points]
-    lines += ["", *_aligned(table)]
+    lines += ["", *_curve_lines("room", "LRU hits", _thinned(sizing.lru))]
     for policy, curve in sizing.simulated.items():
-        table = [(f"{policy}, simulated", ["hits", "seconds saved", "not moved"])]
-        lines += ["", *_aligned([*table, *((size_text(point.capacity_bytes), _cells(point)) for point in curve)])]
-    if sizing.knee_bytes is not None and sizing.tier and sizing.tier[-1].hit_ratio > 0:
-        table = [(f"tier behind {size_text(sizing.knee_bytes)}", ["of its misses", "seconds saved", "not moved"])]
-        rows = [(size_text(point.capacity_bytes), _cells(point)) for point in _thinned(sizing.tier)]
-        lines += ["", *_aligned([*table, *rows])]
+        lines += ["", *_curve_lines(f"{policy}, simulated", "hits", curve)]
+        for tier, saved in sizing.simulated_tiers[policy].items():
+            lines += ["", *_curve_lines(f"{policy}, of which {tier} gives", "of all", saved)]
+    for level in sizing.tiers:
+        if level.points and level.points[-1].hit_ratio > 0:
+            title = f"{level.name}, behind {size_text(sizing.knee_bytes or 0)}"
+            lines += ["", *_curve_lines(title, "of its misses", _thinned(level.points))]
     lines.append("")
     if sizing.knee_bytes is None:
         lines.append("No capacity saves anything: nothing that a prefix does not cover is needed twice.")
@@ -77,6 +76,11 @@ def sizing_text(name: str, sizing: Sizing) -> str:
     if sizing.skipped_lines:
         lines.append(f"{sizing.skipped_lines:,} lines were skipped.")
     return "\n".join(lines)
+
+
+def _curve_lines(title: str, ratio: str, points: Iterable[CurvePoint]) -> list[str]:
+    table = [(title, [ratio, "seconds saved", "not moved"])]
+    return _aligned([*table, *((size_text(point.capacity_bytes), _cells(point)) for point in points)])
 
 
 def _cells(point: CurvePoint) -> list[str]:
