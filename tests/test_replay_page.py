@@ -147,8 +147,9 @@ LOOK = """
   }
   return {
     texts, shapes, smallest: Math.min(...small), scroll: document.documentElement.scrollWidth, width: innerWidth,
-    beyond: [...document.querySelectorAll("main *:not(.wide *)")].filter(
-      (e) => e.getBoundingClientRect().right > document.documentElement.clientWidth + 0.5).map((e) => e.outerHTML.slice(0, 80)),
+    beyond: [...document.querySelectorAll("main *:not(.wide *)")]
+      .filter((e) => e.getBoundingClientRect().right > document.documentElement.clientWidth + 0.5)
+      .map((e) => e.outerHTML.slice(0, 80)),
     paper: getComputedStyle(document.body).backgroundColor,
   };
 })()
