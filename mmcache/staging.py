@@ -51,6 +51,8 @@ def as_bits(tensor: Tensor) -> Bits | None:
     kind = _KINDS.get(tensor.dtype)
     if kind is None or (type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter):
         return None
+    if tensor.is_neg():
+        return None
     if tensor.requires_grad:
         if torch.is_grad_enabled():
             return None

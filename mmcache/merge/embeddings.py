@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mmcache.errors import EmbeddingError
-from mmcache.merge.rows import Block, are_short, write_blocks
+from mmcache.merge.blocks import Block, Positions, are_short
+from mmcache.merge.checks import check_rows, extent, overlap, rows_of
+from mmcache.merge.host import SHORT_CONVERSION, chunk_elements, converted
+from mmcache.merge.write import write_blocks, wrote
 from mmcache.staging import Bits, as_bits
 
-__all__ = ["Embeddings", "merge_embeddings", "rows_of"]
+__all__ = ["Embeddings", "merge_embeddings"]
 
 Embeddings: TypeAlias = "Tensor | Sequence[Embeddings]"
-# Elements up to which rows are converted whole and written by index (measured).
-_SMALL = 1 << 16
+# Sources that are looked at one by one (measured).
+_MANY = 8
+_kind_of = attrgetter("dtype", "device")
+# Elements of a source, on average, below which a call for each would cost more than copying them twice (measured).
+_SMALL_SOURCE = 1 << 14
 _Mask = np.ndarray[Any, np.dtype[np.bool_]]
-_Positions = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def merge_embeddings(inputs_embeds: Tensor, embeddings: Embeddings, is_multimodal: Tensor) -> Tensor:
     """Write embedding rows over the True positions of a mask, in order, in place.
 
-    Nothing is concatenated, no index tensor is made for long runs, and on a device the host waits for nothing. Rows of
-    another floating-point dtype or another device are converted and moved as they are written; the sources themselves
-    never change.
+    Nothing is concatenated that could be large, no index tensor is made for long runs, and on a device the host waits
+    for nothing. Rows of another floating-point dtype or another device are converted and moved as they are written; the
+    sources themselves never change. They may be views of the destination: they are read before anything is written.
 
     Args:
-        inputs_embeds: destination `[..., width]`, usually `[tokens, width]`, of any strides if rows do not overlap.
+        inputs_embeds: destination `[..., width]`, usually `[tokens, width]`, floating-point, on any device, of any
+            strides if rows do not overlap. Autograd sees what is written; an inference tensor is taken anywhere.
         embeddings: rows `[..., width]`, or a (nested) sequence of such tensors; in order they fill the True positions.
+            Any floating-point dtypes, devices and strides; they may differ.
         is_multimodal: bool `[...]`, the shape of `inputs_embeds` without its last dimension, on the CPU.
 
     Returns:
@@ -39,201 +47,232 @@ def merge_embeddings(inputs_embeds: Tensor, embeddings: Embeddings, is_multimoda
 
     Raises:
         EmbeddingError: the number of rows is not the number of True positions (names the source, its rows and its
-            slots), a width or dtype does not fit, or the mask is not a boolean CPU tensor. Nothing has been written.
+            slots), a width or dtype does not fit, the mask is not a boolean CPU tensor of the right shape, or
+            `inputs_embeds` cannot be written to. Nothing has been written.
     """
     target = rows_of(inputs_embeds)
+    if target.is_inference() and not torch.is_inference_mode_enabled():
+        with torch.inference_mode():  # elsewhere PyTorch refuses to write to it
+            return merge_embeddings(inputs_embeds, embeddings, is_multimodal)
     mask = _checked_mask(is_multimodal, inputs_embeds)
-    sources = _flatten(embeddings)
-    width, dtype = target.size(1), target.dtype
-    rows = 0
-    for index, source in enumerate(sources):
-        if source.dim() != 2 or source.size(1) != width or source.dtype is not dtype:
-            check_rows(source, width, dtype, item=index)
-        rows += source.size(0)
-    slots = int(np.count_nonzero(mask))
+    given = _flatten(embeddings)
+    sources = _together(given) if len(given) > _MANY else given
+    rows, on_host, alike = _check_sources(sources, target)
+    width, dtype = target.shape[1], target.dtype
+    few = rows * width <= chunk_elements()
+    bounds, positions, slots = _runs_of(mask, few, width * dtype.itemsize)
     if rows != slots:
-        raise _misfit(sources, mask, rows, slots)
-    first = _only_run(mask, slots)
-    if first is not None and len(sources) == 1 and _plain_copy(target, sources[0]):
-        target[first : first + slots].copy_(sources[0])
-    elif rows * width <= _SMALL and target.is_cpu and all(source.is_cpu for source in sources):
-        if rows:
-            _write_few(target, sources, mask)
+        raise _misfit(given, mask, rows, slots)
+    if not rows:
+        return inputs_embeds
+    if on_host and len(sources) == 1 and len(bounds) == 2:
+        target[bounds[0] : bounds[1]].copy_(sources[0])
+        return inputs_embeds
+    small = rows * width < len(sources) * _SMALL_SOURCE
+    bits = as_bits(target) if on_host else None
+    # Long runs are converted straight into their places.
+    long = positions is None and rows * width >= len(bounds) // 2 * SHORT_CONVERSION
+    if bits is None or (long and not alike and not small):
+        write_blocks(target, _blocks(_joined(sources) if small else sources, bounds, positions))
+        return inputs_embeds
+    if few:
+        parts: Iterable[Bits] = [_bits_of(_as_one(sources, dtype))]
+    elif alike and not small:
+        # All of them are looked at before the first is copied: that keeps the code in the processor's cache.
+        parts = [_bits_of(source) for source in sources]
     else:
-        write_blocks(target, _blocks(sources, mask, slots, first, width * target.element_size()))
+        parts = map(_bits_of, _converted(_joined(sources), dtype))
+    _write_bits(bits, parts, bounds, positions)
+    wrote(target)
     return inputs_embeds
 
 
-def rows_of(inputs_embeds: Tensor) -> Tensor:
-    """`inputs_embeds` `[..., width]` as `[rows, width]`, sharing memory.
+def _check_sources(sources: list[Tensor], target: Tensor) -> tuple[int, bool, bool]:
+    """How many rows; whether all are on the host, and autograd need not know; whether all are of the target's dtype.
 
-    Raises:
-        EmbeddingError: it is no floating-point tensor of two or more dimensions, its rows overlap, or it cannot be
-            seen as one run of rows without a copy.
+    A source that shares memory with the target gives way to a copy.
     """
-    if (
-        (type(inputs_embeds) is not Tensor and not isinstance(inputs_embeds, Tensor))
-        or inputs_embeds.dim() < 2
-        or not inputs_embeds.is_floating_point()
-    ):
-        raise EmbeddingError(
-            "inputs_embeds is a floating-point tensor [tokens, width]",
-            found=f"{inputs_embeds.dtype} {tuple(inputs_embeds.shape)}"
-            if isinstance(inputs_embeds, Tensor)
-            else type(inputs_embeds).__name__,
-        )
-    target = inputs_embeds
-    if inputs_embeds.dim() > 2:
-        try:
-            target = inputs_embeds.view(-1, inputs_embeds.shape[-1])
-        except RuntimeError:
-            raise EmbeddingError(
-                "inputs_embeds can be seen as [tokens, width] without a copy",
-                found=f"shape {tuple(inputs_embeds.shape)} with strides {inputs_embeds.stride()}",
-            ) from None
-    if 0 in target.stride() and _overlaps(target):
-        raise EmbeddingError("the rows of inputs_embeds do not overlap", found=f"strides {inputs_embeds.stride()}")
-    return target
-
-
-def check_rows(source: Tensor, width: int, dtype: torch.dtype, **where: Any) -> None:
-    """Raise unless `source` is `[n, width]` of a dtype that converts to `dtype`."""
-    if source.dim() != 2 or source.shape[1] != width:
-        raise EmbeddingError(
-            "embedding rows are as wide as inputs_embeds",
-            expected=f"[rows, {width}]",
-            found=tuple(source.shape),
-            **where,
-        )
-    if source.dtype != dtype and not source.is_floating_point():
-        raise EmbeddingError("embedding rows are floating-point", found=source.dtype, **where)
-
-
-def _overlaps(target: Tensor) -> bool:
-    return any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride()))
+    width, dtype = target.shape[1], target.dtype
+    tracked = torch.is_grad_enabled()
+    on_host, alike = target.is_cpu, True
+    known = dtype
+    first, end = extent(target)
+    rows = 0
+    for index, source in enumerate(sources):
+        shape = source.shape
+        if source.dtype is not known or len(shape) != 2 or shape[1] != width or source.layout is not torch.strided:
+            check_rows(source, width, item=index)
+            known = source.dtype
+            alike = alike and known is dtype
+        if not source.is_cpu or type(source) is not Tensor or (tracked and source.requires_grad):
+            on_host = False
+        start = source.data_ptr()
+        if start < end and (start + source.nbytes > first or not source.is_contiguous()) and overlap(source, target):
+            sources[index] = source.clone()
+        rows += shape[0]
+    return rows, on_host, alike
 
 
 def _checked_mask(is_multimodal: Tensor, inputs_embeds: Tensor) -> _Mask:
-    if (
-        type(is_multimodal) is Tensor
-        and is_multimodal.dtype is torch.bool
-        and is_multimodal.dim() == 1
-        and inputs_embeds.dim() == 2
-        and is_multimodal.size(0) == inputs_embeds.size(0)
-        and is_multimodal.is_cpu
-    ):
-        flat: _Mask = is_multimodal.numpy()
-        return flat
-    if not isinstance(is_multimodal, Tensor) or is_multimodal.dtype != torch.bool:
-        found = is_multimodal.dtype if isinstance(is_multimodal, Tensor) else type(is_multimodal).__name__
-        raise EmbeddingError("is_multimodal is a boolean tensor", found=found)
+    if not _is_tensor(is_multimodal) or is_multimodal.dtype is not torch.bool:
+        found = is_multimodal.dtype if _is_tensor(is_multimodal) else type(is_multimodal).__name__
+        raise EmbeddingError("is_multimodal is a tensor of dtype torch.bool", found=found)
     if not is_multimodal.is_cpu:
         raise EmbeddingError("is_multimodal stays on the CPU: reading it must not wait", found=is_multimodal.device)
-    if is_multimodal.dim() != inputs_embeds.dim() - 1 or is_multimodal.shape != inputs_embeds.shape[:-1]:
+    if is_multimodal.shape != inputs_embeds.shape[:-1]:
         raise EmbeddingError(
             "is_multimodal has one entry for each row of inputs_embeds",
             expected=tuple(inputs_embeds.shape[:-1]),
             found=tuple(is_multimodal.shape),
         )
-    mask: _Mask = is_multimodal.numpy().reshape(-1)
-    return mask
+    mask: _Mask = is_multimodal.numpy()
+    return mask if mask.ndim == 1 else mask.reshape(-1)
 
 
 def _flatten(embeddings: Embeddings) -> list[Tensor]:
-    if type(embeddings) is list and all(type(part) is Tensor and part.dim() == 2 for part in embeddings):
-        return embeddings
-    if isinstance(embeddings, Tensor):
-        if embeddings.dim() > 2:
-            embeddings = embeddings.flatten(0, -2)
-        return [embeddings]
+    """The sources as a list of the merge's own."""
+    if _is_tensor(embeddings):
+        return [embeddings.flatten(0, -2) if embeddings.dim() > 2 else embeddings]
     if isinstance(embeddings, (list, tuple)):
-        return [tensor for part in embeddings for tensor in _flatten(part)]
+        for part in embeddings:
+            if not _is_tensor(part) or part.dim() > 2:
+                return [tensor for part in embeddings for tensor in _flatten(part)]
+        return list(embeddings)
     raise EmbeddingError(
         "embeddings are a tensor [rows, width] or a sequence of such tensors", found=type(embeddings).__name__
     )
 
 
-def _edges(mask: _Mask) -> _Positions:
-    """Where runs begin and end, alternating."""
+def _is_tensor(value: object) -> TypeGuard[Tensor]:
+    """As `isinstance`, which asks a metaclass, but quicker for plain tensors."""
+    return type(value) is Tensor or isinstance(value, Tensor)
+
+
+def _runs_of(mask: _Mask, few: bool, row_bytes: int) -> tuple[list[int], Positions | None, int]:
+    """Where runs begin and end, alternating; or, where runs are short or all is `few`, all positions. And how many."""
+    if few:
+        positions: Positions = mask.nonzero()[0]
+        slots = len(positions)
+        if slots and int(positions[-1]) - int(positions[0]) == slots - 1:
+            return [int(positions[0]), int(positions[-1]) + 1], None, slots
+        return [], positions, slots
+    flags = mask.tobytes()
+    start = flags.find(1)
+    if start < 0:
+        return [], None, 0
+    end = flags.find(0, start)
+    if end < 0:
+        end = len(flags)
+    if flags.find(1, end) < 0:
+        return [start, end], None, end - start
+    edges = _edges(mask)
+    slots = int(np.count_nonzero(mask))
+    if are_short(len(edges) // 2, slots, row_bytes):
+        return [], mask.nonzero()[0], slots
+    return edges.tolist(), None, slots
+
+
+def _edges(mask: _Mask) -> Positions:
     padded = np.zeros(len(mask) + 2, np.bool_)
     padded[1:-1] = mask
-    return np.flatnonzero(padded[1:] != padded[:-1])
+    edges: Positions = (padded[1:] != padded[:-1]).nonzero()[0]
+    return edges
 
 
-def _only_run(mask: _Mask, slots: int) -> int | None:
-    """Where the mask's only run begins; None where it has none or several."""
-    flags = mask.tobytes()
-    first = flags.find(1)
-    return first if slots and flags.rfind(1) - first + 1 == slots else None
+def _as_one(sources: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """All rows as one tensor of `dtype`."""
+    if len(sources) == 1:
+        return sources[0].to(dtype)
+    if any(source.dtype is not sources[0].dtype for source in sources):
+        sources = [source.to(dtype) for source in sources]
+    return torch.cat(sources).to(dtype)  # type: ignore[arg-type]
 
 
-def _plain_copy(target: Tensor, source: Tensor) -> bool:
-    """Whether `copy_` does it: both on the CPU, in different memory."""
-    return (
-        target.is_cpu and source.is_cpu and target.untyped_storage().data_ptr() != source.untyped_storage().data_ptr()
-    )
+def _together(sources: list[Tensor]) -> list[Tensor]:
+    """Many sources of one kind as one, if that is small: to look at each would take longer."""
+    if sum(map(Tensor.numel, sources)) > chunk_elements() or len(set(map(_kind_of, sources))) > 1:
+        return sources
+    try:
+        return [torch.cat(sources)]
+    except RuntimeError:  # they do not fit together, and the checks say which does not fit
+        return sources
 
 
-def _write_few(target: Tensor, sources: Sequence[Tensor], mask: _Mask) -> None:
-    """For so few elements that a choice of ways would not pay, and that a converted copy of them is small."""
-    dtype = target.dtype
-    bits = as_bits(target)
-    parts: list[Bits] = []
-    for source in sources if bits is not None else ():
-        part = None
-        if source.dtype is not dtype:
-            part = as_bits(source.to(dtype))
-        elif _plain_copy(target, source):
-            part = as_bits(source)
-        if part is not None:
-            parts.append(part)
-    if bits is None or len(parts) < len(sources):  # for autograd, or rows of the destination itself
-        target[torch.from_numpy(mask)] = torch.cat([source.to(dtype) for source in sources])
-        return
-    positions = np.flatnonzero(mask)
-    done = 0
-    for part in parts:
-        bits[positions[done : done + len(part)]] = part
-        done += len(part)
+def _joined(sources: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The same rows in order, neighbours of a kind joined as long as they have a chunk's elements at most."""
+    most = chunk_elements()
+    group: list[Tensor] = []
+    size = 0
+    for source in sources:
+        count = source.numel()
+        if group and (size + count > most or source.dtype is not group[0].dtype or source.device != group[0].device):
+            yield group[0] if len(group) == 1 else torch.cat(group)
+            group, size = [], 0
+        group.append(source)
+        size += count
+    if group:
+        yield group[0] if len(group) == 1 else torch.cat(group)
+
+
+def _converted(sources: Iterable[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
+    """The same rows in order, as `dtype`; use each tensor before the next."""
+    for source in sources:
+        if source.dtype is dtype:
+            yield source
+        else:
+            yield from converted(source, dtype)
+
+
+def _bits_of(source: Tensor) -> Bits:
+    bits = as_bits(source)
+    if bits is None:  # PyTorch negates it lazily
+        bits = as_bits(source.resolve_neg())
+    assert bits is not None
+    return bits
+
+
+def _write_bits(target: Bits, sources: Iterable[Bits], bounds: Sequence[int], positions: Positions | None) -> None:
+    """Copy rows of the target's dtype run by run, or by index."""
+    done = start = end = 0
+    edge = iter(bounds)
+    for source in sources:
+        count = len(source)
+        if positions is not None:
+            target[positions[done : done + count]] = source
+            done += count
+            continue
+        row = 0
+        while row < count:
+            if start == end:
+                start, end = next(edge), next(edge)
+            length = min(end - start, count - row)
+            target[start : start + length] = source[row : row + length]
+            start += length
+            row += length
 
 
 def _blocks(
-    sources: Sequence[Tensor], mask: _Mask, slots: int, first: int | None, row_bytes: int
-) -> list[tuple[Tensor, Block]]:
-    if first is not None:
-        bounds = [first, first + slots]
-    else:
-        edges = _edges(mask)
-        if are_short(len(edges) // 2, slots, row_bytes):
-            return _scattered(sources, np.flatnonzero(mask))
-        bounds = edges.tolist()
-    runs = iter(zip(bounds[::2], bounds[1::2]))
-    blocks = []
-    start = end = 0
-    for source in sources:
-        left = count = source.shape[0]
-        mine = []
+    parts: Iterable[Tensor], bounds: Sequence[int], positions: Positions | None
+) -> Iterator[tuple[Tensor, Block]]:
+    done = start = end = 0
+    edge = iter(bounds)
+    for part in parts:
+        left = count = part.shape[0]
+        if not count:
+            continue
+        if positions is not None:
+            yield part, Block(0, count, None, positions[done : done + count])
+            done += count
+            continue
+        runs = []
         while left:
             if start == end:
-                start, end = next(runs)
+                start, end = next(edge), next(edge)
             length = min(left, end - start)
-            mine.append((start, length))
+            runs.append((start, length))
             start += length
             left -= length
-        if count:
-            blocks.append((source, Block(0, count, mine)))
-    return blocks
-
-
-def _scattered(sources: Sequence[Tensor], positions: _Positions) -> list[tuple[Tensor, Block]]:
-    done = 0
-    blocks = []
-    for source in sources:
-        count = source.shape[0]
-        if count:
-            blocks.append((source, Block(0, count, None, positions[done : done + count])))
-        done += count
-    return blocks
+        yield part, Block(0, count, runs)
 
 
 def _misfit(sources: Sequence[Tensor], mask: _Mask, rows: int, slots: int) -> EmbeddingError:

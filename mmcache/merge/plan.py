@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import index as index_of
 from typing import Any, Protocol
 
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor
 
 from mmcache.errors import EmbeddingError, UnresolvedItemError, WindowError
 from mmcache.items import MultimodalRequest, PlaceholderRange
-from mmcache.merge.embeddings import check_rows, rows_of
-from mmcache.merge.rows import Block, send_places, write_blocks
+from mmcache.merge.blocks import Block, evenly_spaced
+from mmcache.merge.checks import check_rows, overlap, rows_of
+from mmcache.merge.device import Places, send_places
+from mmcache.merge.write import write_blocks
 from mmcache.planning import needed_items
 from mmcache.staging import staging_for
 
@@ -72,17 +75,21 @@ class MergePlan:
         Raises:
             WindowError: a negative shift.
         """
-        if isinstance(shift, bool) or not isinstance(shift, int) or shift < 0:
+        try:
+            ahead = -1 if isinstance(shift, bool) else index_of(shift)
+        except TypeError:
+            ahead = -1
+        if ahead < 0:
             raise WindowError("a merge is shifted by an integer >= 0", found=repr(shift))
         self._skip_unresolved = skip_unresolved
         self._parts: list[_Part] = []
-        self._places: dict[torch.device, list[Tensor | None]] = {}
+        self._places: dict[torch.device, Places] = {}
         base = 0
         for lookup in lookups:
             start, end = lookup.window
-            if shift:
+            if ahead:
                 request = lookup.request
-                first, last = start + shift, min(end + shift, request.num_tokens)
+                first, last = start + ahead, min(end + ahead, request.num_tokens)
                 needed: Sequence[int] = needed_items(request, first, last)[2] if first < last else ()
             else:
                 first, last, needed = start, end, lookup.needed
@@ -110,30 +117,36 @@ class MergePlan:
         Placeholder ids may lie outside the vocabulary of the embedding table; look this copy up instead.
 
         Args:
-            token_ids: integers `[rows]` with at least `num_rows` rows, on any device.
+            token_ids: integers `[rows]` (or `[1, rows]`) with at least `num_rows` rows, on any device.
             token_id: any id that the table has.
 
         Raises:
-            EmbeddingError: there are fewer ids than `num_rows`.
+            EmbeddingError: there are fewer ids than `num_rows`, or they are no integers.
         """
-        if token_ids.dim() != 1 or token_ids.shape[0] < self.num_rows:
+        shape = tuple(token_ids.shape) if isinstance(token_ids, Tensor) else ()
+        if not shape or shape[-1] < self.num_rows or any(size != 1 for size in shape[:-1]):
             raise EmbeddingError(
                 "token ids have one entry for each token of the windows",
                 expected=f"[{self.num_rows}] or more",
-                found=tuple(token_ids.shape),
+                found=shape if isinstance(token_ids, Tensor) else type(token_ids).__name__,
             )
-        safe = token_ids.clone()
+        if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype is torch.bool:
+            raise EmbeddingError("token ids are integers", found=token_ids.dtype)
+        safe = token_ids.clone(memory_format=torch.contiguous_format)
         if not self._parts:
             return safe
-        if not safe.is_cpu:
-            for part, place in zip(self._parts, self._places_on(safe.device)):
-                if place is not None:
-                    safe.index_fill_(0, place, token_id)
-                else:
-                    for start, length in part.block.runs or ():
-                        safe[start : start + length].fill_(token_id)
+        flat = safe.view(-1)
+        if flat.is_cpu:
+            flat[: self.num_rows].masked_fill_(self.is_multimodal, token_id)
             return safe
-        return safe.masked_fill_(torch.nn.functional.pad(self.is_multimodal, (0, len(safe) - self.num_rows)), token_id)
+        for part, place in zip(self._parts, self._places_on(flat.device)):
+            if place is not None:
+                flat.index_fill_(0, place, token_id)
+            else:
+                for start, length, count, pitch in evenly_spaced(part.block.runs or ()):
+                    step = pitch or length
+                    flat.as_strided((count, length), (step, 1), flat.storage_offset() + start).fill_(token_id)
+        return safe
 
     def merge_into(self, inputs_embeds: Tensor, *levels: Tensor) -> Tensor:
         """Write the windows' rows, in place; all is checked before anything is written.
@@ -159,24 +172,38 @@ class MergePlan:
             return inputs_embeds
         target = self._destination(inputs_embeds)
         hidden = target.shape[1]
-        rests = []
+        targets = [target]
         for number, level in enumerate(levels):
             rest = self._destination(level)
             if rest.shape[1] != hidden:
                 raise EmbeddingError(
                     f"level {number} is as wide as inputs_embeds", expected=hidden, found=rest.shape[1]
                 )
-            rests.append(rest)
-        resolved = list(self._resolved(target, len(levels)))
-        self._write(target, resolved, 0)
-        for number, rest in enumerate(rests, 1):
-            _zero_between(rest[: self.num_rows], [part.block for part, rows, _ in resolved if rows.shape[1] > hidden])
-            self._write(rest, resolved, number)
+            if rest.numel() and any(rest.data_ptr() == other.data_ptr() for other in targets):
+                raise EmbeddingError(f"level {number} is a tensor of its own", found="a destination given twice")
+            targets.append(rest)
+        resolved = list(self._resolved(targets))
+        if any(t.is_inference() for t in targets) and not torch.is_inference_mode_enabled():
+            with torch.inference_mode():  # elsewhere PyTorch refuses to write to it
+                self._write_all(targets, resolved)
+        else:
+            self._write_all(targets, resolved)
         return inputs_embeds
 
-    def _resolved(self, target: Tensor, num_levels: int) -> Iterator[tuple[_Part, Tensor, int]]:
-        """The parts whose rows are here, their rows, and their number among all parts."""
-        hidden = target.shape[1]
+    def _write_all(self, targets: Sequence[Tensor], resolved: Sequence[tuple[_Part, Tensor, int]]) -> None:
+        hidden = targets[0].shape[1]
+        for level, target in enumerate(targets):
+            if level:
+                taken = [part.block for part, rows, _ in resolved if rows.shape[1] > hidden]
+                _zero_between(target[: self.num_rows], taken)
+            self._write(target, resolved, level)
+
+    def _resolved(self, targets: Sequence[Tensor]) -> Iterator[tuple[_Part, Tensor, int]]:
+        """The parts whose rows are here, their rows, and their number among all parts.
+
+        Rows that share memory with a destination are copied: they are read before anything is written.
+        """
+        hidden, num_levels = targets[0].shape[1], len(targets) - 1
         for number, part in enumerate(self._parts):
             try:
                 rows = part.lookup.rows(part.index)
@@ -203,7 +230,9 @@ class MergePlan:
                     found=rows.shape[1],
                     **where,
                 )
-            check_rows(rows, rows.shape[1], target.dtype, **where)
+            check_rows(rows, rows.shape[1], **where)
+            if any(overlap(rows, target) for target in targets):
+                rows = rows.clone()
             yield part, rows, number
 
     def _write(self, target: Tensor, resolved: Sequence[tuple[_Part, Tensor, int]], level: int) -> None:
@@ -217,12 +246,14 @@ class MergePlan:
         places = self._places_on(target.device)
         write_blocks(target, blocks, [places[number] for _, _, number in mine])
 
-    def _places_on(self, device: torch.device) -> list[Tensor | None]:
-        """Row numbers on a device, sent once for all levels and destinations there."""
+    def _places_on(self, device: torch.device) -> Sequence[Tensor | None]:
+        """Row numbers on a device, sent once for all levels, destinations and steps there."""
+        staging = staging_for(device)
         places = self._places.get(device)
-        if places is None:
-            places = self._places[device] = send_places([part.block for part in self._parts], staging_for(device))
-        return places
+        if places is not None:
+            return places.on_this_stream(staging)
+        places = self._places[device] = send_places([part.block for part in self._parts], staging)
+        return places.of
 
     def _destination(self, tensor: Tensor) -> Tensor:
         self._check_length(tensor)

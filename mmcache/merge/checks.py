@@ -1,0 +1,102 @@
+"""What may be merged into what: all that is checked before anything is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmcache.errors import EmbeddingError
+
+__all__ = ["check_rows", "extent", "overlap", "rows_of"]
+
+# Two numbers a byte: a tensor of it is not of the width that its shape says, and PyTorch does not convert it.
+_PACKED = getattr(torch, "float4_e2m1fn_x2", None)
+
+
+def rows_of(inputs_embeds: Tensor) -> Tensor:
+    """`inputs_embeds` `[..., width]` as `[rows, width]`, sharing memory.
+
+    Raises:
+        EmbeddingError: it is no dense floating-point tensor of two or more dimensions, its rows overlap, it cannot be
+            seen as one run of rows without a copy, or autograd forbids writing to it.
+    """
+    if (
+        (type(inputs_embeds) is not Tensor and not isinstance(inputs_embeds, Tensor))
+        or inputs_embeds.dim() < 2
+        or not _holds_numbers(inputs_embeds)
+    ):
+        raise EmbeddingError(
+            "inputs_embeds is a dense floating-point tensor [tokens, width]", found=_described(inputs_embeds)
+        )
+    target = inputs_embeds
+    if inputs_embeds.dim() > 2:
+        try:
+            target = inputs_embeds.view(-1, inputs_embeds.shape[-1])
+        except RuntimeError:
+            raise EmbeddingError(
+                "inputs_embeds can be seen as [tokens, width] without a copy",
+                found=f"shape {tuple(inputs_embeds.shape)} with strides {inputs_embeds.stride()}",
+            ) from None
+    if not target.is_contiguous() and _overlaps_itself(target):
+        raise EmbeddingError("the rows of inputs_embeds do not overlap", found=f"strides {inputs_embeds.stride()}")
+    if target.requires_grad and torch.is_grad_enabled():
+        base = inputs_embeds._base if inputs_embeds._is_view() else inputs_embeds
+        if base is None or base.is_leaf:
+            raise EmbeddingError(
+                "inputs_embeds is written in place, which autograd forbids for a leaf that requires grad",
+                found=_described(inputs_embeds),
+            )
+    return target
+
+
+def check_rows(source: Tensor, width: int, **where: Any) -> None:
+    """Raise EmbeddingError, with `where`, unless `source` is `[n, width]` of numbers that can be converted."""
+    if source.dim() != 2 or source.shape[1] != width:
+        raise EmbeddingError(
+            "embedding rows are as wide as inputs_embeds",
+            expected=f"[rows, {width}]",
+            found=tuple(source.shape),
+            **where,
+        )
+    if not _holds_numbers(source) or source.is_meta:
+        raise EmbeddingError("embedding rows are dense and floating-point", found=_described(source), **where)
+
+
+def overlap(first: Tensor, second: Tensor) -> bool:
+    """Whether the stretches of memory that the tensors span meet. Whose storage it is called does not matter."""
+    start, end = extent(first)
+    other, other_end = extent(second)
+    return start < other_end and other < end
+
+
+def extent(tensor: Tensor) -> tuple[int, int]:
+    """Address of a dense tensor's first byte, and of the one behind its last."""
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def _overlaps_itself(target: Tensor) -> bool:
+    """Whether two elements may share memory: a dimension steps less far than those inside it reach."""
+    reach = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(target.shape, target.stride()) if size > 1):
+        if stride < reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def _holds_numbers(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.layout is torch.strided and tensor.dtype is not _PACKED
+
+
+def _described(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    kind = "" if value.layout is torch.strided else f" ({value.layout})"
+    grad = " that requires grad" if value.requires_grad else ""
+    return f"{value.dtype} {tuple(value.shape)}{kind}{grad} on {value.device}"
