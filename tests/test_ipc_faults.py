@@ -78,6 +78,24 @@ def test_who_joins_says_what_it_holds(scheduler: Scheduler) -> None:
     assert all(report.held is None for report in scheduler.reports if not report.joined)
 
 
+def test_a_ledger_may_believe_who_joins(scheduler: Scheduler) -> None:
+    workers = [scheduler.add("a"), scheduler.add("b")]
+    source = three()
+    scheduler.settle(scheduler.send(source))
+    exchange(scheduler, workers)
+    workers[1].store.clear()
+    workers[1].receiver.reset()
+    exchange(scheduler, workers)
+    (joined,) = [report for report in scheduler.reports[2:] if report.joined]
+    scheduler.ledger.reconcile(str(joined.epoch), joined.held, (), worker=joined.worker)
+    plan = scheduler.send(source)
+    assert plan.missing == (0, 1, 2)
+    for (result,) in exchange(scheduler, workers):
+        assert torch.equal(result["r"], expected(source, (0, 40)))
+    assert scheduler.sender.stats().resends == 0
+    assert [len(worker.store) for worker in workers] == [3, 3]
+
+
 def test_messages_of_another_scheduler_on_the_host_are_dropped(scheduler: Scheduler) -> None:
     arena = Arena(1 << 18)
     other = Scheduler(arena)

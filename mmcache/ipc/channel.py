@@ -37,6 +37,8 @@ def waiter(channel: Channel) -> Callable[[float | None], bool]:
     def wait(timeout: float | None) -> bool:
         if channel.closed:
             raise OSError("the channel is closed")
-        return bool(poller.poll(None if timeout is None else timeout * 1000))
+        if timeout is None:
+            return True  # to receive waits itself
+        return bool(poller.poll(timeout * 1000))
 
     return wait

@@ -29,8 +29,14 @@ class StoredColumn:
     def unpack(self) -> list[FieldValue]:
         """The items' values, made once."""
         if self.values is None:
-            if self.column.stacked is not None:
-                self.values = list(self._read(self.column.stacked).unbind(0))
+            stacked = self.column.stacked
+            if stacked is not None:
+                shape = stacked[1]
+                if len(shape) == 2 and all(shape):
+                    # Most metadata is a row of a few numbers; to cut the flat tensor is one operation instead of two.
+                    self.values = list(self._flat(stacked).split_with_sizes([shape[1]] * shape[0]))
+                else:
+                    self.values = list(self._read(stacked).unbind(0))
             else:
                 distinct = [self._value(nest, leaves) for nest, leaves in self.column.values]
                 self.values = [distinct[ref] for ref in self.column.refs]
@@ -44,8 +50,9 @@ class StoredColumn:
         return self.unpacked[key]
 
     def _read(self, leaf: Leaf) -> Tensor:
+        name, shape, _ = leaf
+        return self._flat(leaf).view(shape) if all(shape) else torch.empty(shape, dtype=DTYPES[name])
+
+    def _flat(self, leaf: Leaf) -> Tensor:
         name, shape, offset = leaf
-        count = math.prod(shape)
-        if not count:
-            return torch.empty(shape, dtype=DTYPES[name])
-        return torch.frombuffer(self.block, dtype=DTYPES[name], count=count, offset=offset).view(shape)
+        return torch.frombuffer(self.block, dtype=DTYPES[name], count=math.prod(shape), offset=offset)

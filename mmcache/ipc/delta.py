@@ -30,7 +30,7 @@ def encode_delta(
         FieldError: a `keep_on_cpu` field cannot travel.
     """
     items = request.items[items_from:] if items_from else request.items
-    tokens = request.token_ids[tokens_from:]
+    tokens = request._buffer[tokens_from : request.num_tokens]
     lengths = [item._placeholder._length for item in items]
     names = [item._modality for item in items]
     modalities = list(dict.fromkeys(names))

@@ -198,17 +198,16 @@ class Mirror:
 
     def plan_schemas(self, num_items: int) -> tuple[tuple[Any, ...], tuple[int, ...]]:
         """The distinct ((field, keep_on_cpu), ...) of the items, and which of them each of the first so many has."""
-        done = len(self._plan_schemas[1])
-        if done < self.num_items:
+        new = self._schema_of[len(self._plan_schemas[1]) :]
+        if new:
             schemas = list(self._plan_schemas[0])
             numbers: dict[int, int] = {}
-            for number in dict.fromkeys(self._schema_of[done:]):
-                schema = () if number < 0 else tuple((spec.name, spec.keep_on_cpu) for spec in self._schemas[number])
+            for number in dict.fromkeys(new):
+                schema = () if number < 0 else tuple([(spec.name, spec.keep_on_cpu) for spec in self._schemas[number]])
                 if schema not in schemas:
                     schemas.append(schema)
                 numbers[number] = schemas.index(schema)
-            new = tuple(map(numbers.__getitem__, self._schema_of[done:]))
-            self._plan_schemas = (tuple(schemas), self._plan_schemas[1] + new)
+            self._plan_schemas = tuple(schemas), self._plan_schemas[1] + tuple(map(numbers.__getitem__, new))
         schemas_now, schema_of = self._plan_schemas
         return schemas_now, schema_of if num_items == len(schema_of) else schema_of[:num_items]
 

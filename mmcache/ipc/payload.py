@@ -105,6 +105,8 @@ class Held:
 
 def needed_payload(plan: StepPlan) -> list[int]:
     """The items whose payload a worker needs to run a plan: those to encode, and client-given embeddings."""
+    if not plan.items:
+        return []
     given = {item.index for item in plan.items if item.handle < 0 and item.status is ItemStatus.STORED}
     return sorted(given.union(plan.missing)) if given else list(plan.missing)
 

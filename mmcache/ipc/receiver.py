@@ -234,9 +234,10 @@ class Receiver:
             if one.index >= plan.num_items:
                 raise MessageError("payload is for an item", request_id=plan.request_id, found=one.index)
             payload[one.index] = self._payload(sequence, one, body, values)
-        missing = sorted(set(plan.missing) - payload.keys())
-        if missing and self._reads_payload:
-            raise MessageError("a step brings the payload to encode", request_id=plan.request_id, found=missing)
+        if plan.items and self._reads_payload:
+            missing = sorted(set(plan.missing) - payload.keys())
+            if missing:
+                raise MessageError("a step brings the payload to encode", request_id=plan.request_id, found=missing)
         return WorkerPart(plan, mirror, self._store, payload)
 
     def _payload(

@@ -33,6 +33,7 @@ _MAGIC = b"mmc\x01"  # the last byte is the version of the protocol
 _PREFIX = struct.Struct("<4sBBxxQQQ")
 _REGION = struct.Struct("<QQQ")
 _COUNTS = struct.Struct("<II")
+_PADDING = [bytes(count) for count in range(8)]
 _MAX_BUFFERS = 1 << 16
 MAX_BODY = 1 << 34
 """Bytes that a body has at most."""
@@ -94,13 +95,13 @@ class Body:
 
 def body_parts(header: bytes, buffers: Sequence[bytes | memoryview] = ()) -> list[bytes | memoryview]:
     """The pieces of a body, to be written one behind the other."""
-    lengths = [len(buffer) for buffer in buffers]
-    start = _COUNTS.pack(len(header), len(buffers)) + struct.pack(f"<{len(lengths)}Q", *lengths) + header
-    parts: list[bytes | memoryview] = [start + b"\0" * (-len(start) % 8)]
+    lengths = list(map(len, buffers))
+    start = struct.pack(f"<II{len(lengths)}Q", len(header), len(lengths), *lengths) + header
+    parts: list[bytes | memoryview] = [start + _PADDING[-len(start) % 8]]
     for buffer, length in zip(buffers, lengths):
         parts.append(buffer)
         if length % 8:
-            parts.append(b"\0" * (-length % 8))
+            parts.append(_PADDING[-length % 8])
     return parts
 
 
