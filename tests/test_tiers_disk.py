@@ -7,10 +7,12 @@ import resource
 import shutil
 import signal
 import sqlite3
+import subprocess
 import tempfile
 import threading
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -114,6 +116,30 @@ class TestFiles:
         assert tier.get_many([key])[key].nbytes <= 10 * SIZE
         with pytest.raises(DamagedEntryError):
             read(tier, key)
+
+    def test_a_file_that_has_grown_beyond_all_memory_harms_no_other(self, tmp_path):
+        with TieredStore([DiskTier(tmp_path, 1 << 62)], namespace=NAMESPACE) as store:
+            keys = [store.key(name) for name in "abc"]
+            for key in keys:
+                store.put(key, rows_of(key.identifier))
+            assert store.flush(10)
+            os.truncate(path_of(tmp_path, keys[0]), 1 << 42)
+            for _ in range(4):
+                assert set(store.fetch(keys)) == set(keys[1:])
+                assert store.flush(10)
+            assert store.stats().tiers[0].damaged == 1
+            assert store.stats().tiers[0].errors == 0
+
+    def test_a_large_entry_is_read_whole(self, tmp_path):
+        tier = DiskTier(tmp_path, 1 << 30)
+        key = key_of("large")
+        rows = torch.arange(18 << 20, dtype=torch.float32).view(-1, 1024)
+        tier.put_many({key: encode_entry(key, rows)})
+        assert same_bits(read(tier, key)["large"], rows)
+        os.truncate(path_of(tmp_path, key), 65 << 20)
+        with pytest.raises(DamagedEntryError):
+            read(tier, key)
+        tier.close()
 
     def test_a_file_that_is_gone_is_a_miss_and_is_written_again(self, tmp_path):
         tier = DiskTier(tmp_path, 1 << 20)
@@ -254,15 +280,20 @@ class TestCrashes:
     def test_killed_at_any_moment(self, tmp_path, rounds):
         budget = 12 * SIZE
 
+        begun, began = os.pipe()
+
         def work(start):
             tier = DiskTier(tmp_path, budget)
             for step in range(start, 10**9):
                 write(tier, *(f"k{(step * 3 + i) % 50}" for i in range(3)))
                 tier.remove_many([key_of(f"k{step % 50}")])
+                if step == start:
+                    os.write(began, b".")
 
         seen = set()
         for round_ in range(rounds):
             child = Child(work, round_)
+            os.read(begun, 1)
             time.sleep(0.02 + 0.0137 * (round_ % 9))
             assert child.kill() == -signal.SIGKILL
             seen |= check_whole(tmp_path, budget)
@@ -346,6 +377,18 @@ def degrades(store, caplog, breaks, mends):
     until(works)
 
 
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of its own, of two megabytes."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("nothing can be mounted here")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
 class TestDegraded:
     def test_a_directory_that_vanishes_and_comes_back(self, tmp_path, caplog):
         directory = tmp_path / "mount"
@@ -406,6 +449,46 @@ class TestDegraded:
                 store.close()
 
             assert Child(work).wait() == 0
+
+    def test_a_file_system_without_room(self, small_disk, caplog):
+        filler = small_disk / "somebody else's"
+
+        def fills():
+            with open(filler, "wb", buffering=0) as file, suppress(OSError):
+                while True:
+                    file.write(bytes(4096))
+
+        with TieredStore([DiskTier(small_disk / "s", 1 << 20)], namespace=NAMESPACE) as store:
+            degrades(store, caplog, fills, filler.unlink)
+        check_whole(small_disk / "s", 1 << 20)
+
+    def test_a_file_system_that_is_read_only(self, small_disk, caplog):
+        def remount(mode):
+            subprocess.run(["mount", "-o", f"remount,{mode}", str(small_disk)], check=True)
+
+        tier = DiskTier(small_disk / "s", 1 << 20)
+        (here,) = write(tier, "here")
+        tier.close()
+        remount("ro")
+        with (
+            caplog.at_level(logging.WARNING, "mmcache.tiers"),
+            TieredStore([DiskTier(small_disk / "s", 1 << 20)], namespace=NAMESPACE) as store,
+        ):
+            new = store.key("new")
+            for _ in range(5):
+                store.put(new, rows_of("new"))
+                store.flush(10)
+                assert set(store.fetch([here, new])) == {here}
+            assert len(caplog.records) == 2, caplog.records  # at the start, and at the first write
+            remount("rw")
+
+            def works():
+                store.put(new, rows_of("new"))
+                store.flush(10)
+                return set(store.fetch([here, new])) == {here, new} and not store.stats().tiers[0].queued_bytes
+
+            until(works)
+        assert check_whole(small_disk / "s", 1 << 20) == {here, new}
 
     def test_one_file_that_cannot_be_read_or_removed_harms_no_other(self, tmp_path, caplog):
         with TieredStore([DiskTier(tmp_path, 1 << 20)], namespace=NAMESPACE) as store:

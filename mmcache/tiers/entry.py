@@ -321,17 +321,32 @@ def join_entry(entry: Entry) -> bytes:
     return b"".join((entry.header, writable_view(entry.payload)))
 
 
-def split_entry(key: Key, value: bytes | memoryview, *, pinned: bool = False) -> Entry:
-    """The entry in one value: the header, and the payload copied into a buffer of its own.
+def split_entry(key: Key, value: bytes, *, pinned: bool = False) -> Entry:
+    """The entry in one value: the header, and the payload in the value's own memory, or copied into a pinned buffer.
 
     A value that is too short for a header becomes an entry that does not decode.
+
+    Args:
+        key: what was asked for.
+        value: what a store gave; nobody else has it.
+        pinned: copy into page-locked memory.
     """
-    view = memoryview(value)
     size = header_bytes(key)
-    payload = host_bytes(max(0, len(view) - size), pinned=pinned)
-    if payload.numel():
-        writable_view(payload)[:] = view[size:]
-    return Entry(bytes(view[:size]), payload)
+    if len(value) <= size:
+        return Entry(value, host_bytes(0))
+    payload = torch.from_numpy(np.asarray(_Unshared(value))[size:])
+    if pinned:
+        payload = host_bytes(payload.numel(), pinned=True).copy_(payload)
+    return Entry(value[:size], payload)
+
+
+class _Unshared:
+    """Bytes that nobody else has, as numpy takes them for an array that may be written to, without a copy."""
+
+    def __init__(self, value: bytes) -> None:
+        self._value = value
+        described: dict[str, Any] = np.frombuffer(value, np.uint8).__array_interface__
+        self.__array_interface__ = described | {"data": (described["data"][0], False)}
 
 
 def _as_bytes(rows: Tensor) -> Tensor:

@@ -76,10 +76,9 @@ class RedisTier:
             commands += [("GETRANGE", name, 0, self._largest), ("PEXPIRE", name, self._ttl_ms)]
         values = self._run(commands)[::2]
         found = {}
-        for index, key in enumerate(keys):
-            value, values[index] = values[index], None  # one copy at a time beside the reply
+        for key, value in zip(keys, values, strict=True):
             if isinstance(value, Exception):  # a value of another type: no entry, and whoever decodes it will say so
-                found[key] = Entry(b"", split_entry(key, b"").payload)
+                found[key] = split_entry(key, b"")
             elif value:
                 found[key] = split_entry(key, value, pinned=self._pinned)
         return found
