@@ -140,6 +140,9 @@ def test_what_has_no_identity_is_refused_by_its_path(name):
         with pytest.raises(UnhashableContentError) as caught:
             h.digest(REFUSED[name])
         assert caught.value.path.startswith("parts[0]")
+        with pytest.raises(UnhashableContentError) as caught:
+            h.digest_until(lambda: False, (REFUSED[name],), {})
+        assert caught.value.path.startswith("parts[0]")
     with pytest.raises(UnhashableContentError):
         same_content(REFUSED[name], REFUSED[name])
 

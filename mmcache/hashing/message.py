@@ -7,12 +7,12 @@ from concurrent.futures import CancelledError
 
 from mmcache.hashing.protocol import StoppableHasher
 
-__all__ = ["DEEPEST", "Message", "Unhashable", "header"]
+__all__ = ["DEEPEST", "PIECE", "Message", "Unhashable", "header"]
 
 DEEPEST = 128  # levels of containers
 _INLINE = 4096
 _FLUSH_ABOVE = 1 << 16
-_CHUNK = 4 << 20
+PIECE = 4 << 20  # bytes between two questions whether to go on
 
 
 class Unhashable(Exception):
@@ -79,9 +79,9 @@ class Message:
         if self._stop is None:
             self._write(view)
             return
-        for start in range(0, view.nbytes, _CHUNK):
+        for start in range(0, view.nbytes, PIECE):
             self._check()
-            self._write(view[start : start + _CHUNK])
+            self._write(view[start : start + PIECE])
 
     def flush(self) -> None:
         """Hand on what is pending."""
