@@ -235,7 +235,7 @@ def test_a_closed_arena_takes_nothing_and_is_not_attached_to(arena: Arena) -> No
         attach(arena)
 
 
-@pytest.mark.parametrize("capacity", [0, -1, 1.5, True, "1 GB"])
+@pytest.mark.parametrize("capacity", [0, -1, 1.5, True, "1 GB", 1 << 62, 1 << 70])
 def test_an_impossible_budget_is_refused(capacity: object) -> None:
     with pytest.raises(ConfigError):
         Arena(capacity)  # type: ignore[arg-type]
@@ -279,6 +279,38 @@ def test_a_small_file_system_never_ends_the_process_while_it_is_written(tmp_path
         assert os.listdir(tmp_path) == []
     finally:
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize("call", ["fcntl.fcntl", "os.link", "mmap.mmap"])
+def test_a_host_that_cannot_lock_link_or_map_is_refused_and_nothing_is_left(
+    monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    before = sorted(os.listdir("/dev/shm"))
+    monkeypatch.setattr(f"mmcache.ipc.segment.{call}", fail)
+    with pytest.raises(ConfigError, match="Operation not permitted"):
+        Arena(KB)
+    assert sorted(os.listdir("/dev/shm")) == before
+
+
+def test_what_cannot_be_mapped_is_not_attached_to(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    epoch = next(_epoch)
+    monkeypatch.setattr("mmcache.ipc.segment.mmap.mmap", fail)
+    with pytest.raises(ConfigError, match="Cannot allocate memory"):
+        ArenaReader(arena.path, epoch)
+    assert not arena.reader_lives(epoch)
+
+
+def test_files_of_others_with_such_a_name_stay(tmp_path: Path) -> None:
+    (tmp_path / "mmcache-arena-notes.txt").write_text("mine")
+    (tmp_path / "mmcache-arena-folder").mkdir()
+    assert remove_abandoned(tmp_path) == []
+    assert len(os.listdir(tmp_path)) == 2
 
 
 OWNER = """

@@ -48,7 +48,7 @@ class Arena:
             ConfigError: the budget is no positive integer, or the directory cannot hold it.
             ArenaFullError: the file system has no room for the budget.
         """
-        if type(capacity_bytes) is not int or capacity_bytes <= 0:
+        if type(capacity_bytes) is not int or not 0 < capacity_bytes < 1 << 62:
             raise ConfigError("an arena's budget is a positive integer, in bytes", found=repr(capacity_bytes))
         remove_abandoned(directory)
         capacity = aligned(capacity_bytes)

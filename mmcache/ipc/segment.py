@@ -56,16 +56,20 @@ class Segment:
             raise ConfigError("shared-memory arenas need 64-bit Linux", found=sys.platform)
         self.capacity_bytes = capacity_bytes
         self._fd, self.path = _make(HEADER_BYTES + capacity_bytes, Path(directory))
-        # Mapped through another open file: a mapping keeps its file's locks, and a forked child inherits the mapping.
-        fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            self._map = mmap.mmap(fd, HEADER_BYTES + capacity_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        finally:
-            os.close(fd)
-        self.address = int(np.frombuffer(self._map, np.uint8).ctypes.data) + HEADER_BYTES
-        self.view = memoryview(self._map)[HEADER_BYTES:]
         self._pid = os.getpid()
         self._close = weakref.finalize(self, _close_owned, self._fd, self.path, self._pid)
+        try:
+            # Mapped through another open file: a mapping keeps its file's locks, and a forked child inherits it.
+            fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                self._map = mmap.mmap(fd, HEADER_BYTES + capacity_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            self._close()
+            raise ConfigError("the arena cannot be mapped", found=f"{capacity_bytes} bytes: {error.strerror}") from None
+        self.address = int(np.frombuffer(self._map, np.uint8).ctypes.data) + HEADER_BYTES
+        self.view = memoryview(self._map)[HEADER_BYTES:]
         _OWNED.add(self)
 
     def reader_lives(self, epoch: int) -> bool:
@@ -106,7 +110,10 @@ class ReadSegment:
                 raise ConfigError("the file is no arena of this version", found=path)
             _lock(fd, epoch, fcntl.F_RDLCK)
             self._map = mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
-        except BaseException:
+        except OSError as error:
+            os.close(fd)
+            raise ConfigError("the arena cannot be attached", found=f"{path}: {error.strerror}") from None
+        except ConfigError:
             os.close(fd)
             raise
         self.capacity_bytes: int = capacity
@@ -128,9 +135,10 @@ def remove_abandoned(directory: str | os.PathLike[str] = DEFAULT_DIRECTORY) -> l
         except OSError:
             continue  # another user's, or removed since
         try:
-            _lock(fd, 0, fcntl.F_WRLCK)
-            path.unlink()
-            removed.append(str(path))
+            if os.pread(fd, len(_MAGIC), 0) == _MAGIC:
+                _lock(fd, 0, fcntl.F_WRLCK)
+                path.unlink()
+                removed.append(str(path))
         except OSError:
             pass  # its owner lives, or another process removes it
         finally:
@@ -148,16 +156,7 @@ def _make(size: int, directory: Path) -> tuple[int, str]:
         ) from None
     try:
         _lock(fd, 0, fcntl.F_WRLCK)
-        try:
-            os.posix_fallocate(fd, 0, size)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.ENOMEM):
-                raise
-            raise ArenaFullError(
-                f"{directory} has no room for the arena (containers often get 64 MB: see --shm-size)",
-                expected=f"{size} bytes",
-                found=f"{_free_bytes(directory)} bytes free",
-            ) from None
+        os.posix_fallocate(fd, 0, size)
         os.pwrite(fd, _HEADER.pack(_MAGIC, _VERSION, size - HEADER_BYTES), 0)
         path = str(directory / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(8)}")
         # With a directory given it is linkat(2) that is called, which alone follows the link to an unnamed file.
@@ -166,9 +165,15 @@ def _make(size: int, directory: Path) -> tuple[int, str]:
             os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=where, follow_symlinks=True)
         finally:
             os.close(where)
-    except BaseException:
+    except OSError as error:
         os.close(fd)
-        raise
+        if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.ENOMEM):
+            raise ConfigError("no shared memory here", found=f"{directory}: {error.strerror}") from None
+        raise ArenaFullError(
+            f"{directory} has no room for the arena (containers often get 64 MB: see --shm-size)",
+            expected=f"{size} bytes",
+            found=f"{_free_bytes(directory)} bytes free",
+        ) from None
     return fd, path
 
 
