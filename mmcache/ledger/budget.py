@@ -50,14 +50,10 @@ class Budget:
         else:
             while self.used + nbytes > self.capacity:
                 self._evict_one()
-        return self.take(entry, nbytes)
-
-    def take(self, entry: Entry, nbytes: int) -> None:
-        """Take room that is free for an entry about to be encoded."""
-        entry.sized = True
         entry.nbytes = nbytes
         self.used += nbytes
         self.fixed += nbytes
+        return None
 
     def pin(self, entries: Sequence[Entry]) -> None:
         """One more request holds these ready entries, and uses them."""

@@ -65,6 +65,7 @@ class EncoderLedger:
         self._workers = Workers(ledger_id)
         self._line = WaitingLine(policy)
         self._tally = Tally()
+        self._woken = self._table.woken
         self._lock = threading.Lock()
         self._next_plan = 0
 
@@ -131,7 +132,7 @@ class EncoderLedger:
                 self._table.resolve(ticket, needed)
         finally:
             self._lock.release()
-        if self._table.woken:
+        if self._woken:
             self._wake()
         return ticket
 
@@ -289,7 +290,7 @@ class EncoderLedger:
                 self._sessions.let_go(session)
         finally:
             self._lock.release()
-        if self._table.woken:
+        if self._woken:
             self._wake()
         return True
 
@@ -303,7 +304,7 @@ class EncoderLedger:
         # Entries and lookups know each other; parted here, they are freed at once and not by the garbage collector.
         ticket.entries = {}
         if ticket.event is not None or ticket.futures:
-            self._table.woken.append(ticket)
+            self._woken.append(ticket)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -451,8 +452,9 @@ class EncoderLedger:
 
     def _wake(self) -> None:
         """Wake whoever waits on lookups that have news; without the lock."""
-        if not self._table.woken:
+        if not self._woken:
             return
         with self._lock:
-            woken, self._table.woken = self._table.woken, []
+            woken = list(self._woken)
+            self._woken.clear()
         wake(woken)

@@ -75,19 +75,27 @@ class Entry:
         cost: seconds that encoding took, or None where nobody measured.
     """
 
-    # Defaults on the class: one entry is made for every new item of every step, and most leave these alone.
-    nbytes = 0
-    sized = False
-    cached = True
-    detached = False
-    state = RESERVED
-    pins = 0
-    users = 0
-    ranked = False
-    written = False
-    told = False
-    cost: float | None = None
-    waiters: tuple[Ticket, ...] = ()
+    __slots__ = (
+        "cached",
+        "cost",
+        "detached",
+        "handle",
+        "identifier",
+        "modality",
+        "nbytes",
+        "num_rows",
+        "owner",
+        "pins",
+        "ranked",
+        "scope",
+        "since",
+        "sized",
+        "state",
+        "told",
+        "users",
+        "waiters",
+        "written",
+    )
 
     def __init__(
         self,
@@ -106,6 +114,12 @@ class Entry:
         self.num_rows = num_rows
         self.owner = owner
         self.since = since
+        self.state = RESERVED
+        self.waiters: tuple[Ticket, ...] = ()
+        self.cost: float | None = None
+        self.cached = True
+        self.nbytes = self.pins = self.users = 0
+        self.sized = self.detached = self.ranked = self.told = self.written = False
 
     @property
     def content(self) -> tuple[str | None, str | None, str]:
@@ -162,17 +176,30 @@ class Ticket:
         event, futures: who is to be woken by news.
     """
 
-    # Defaults on the class: most lookups of a running engine need nothing new, and leave these alone.
-    unsettled: list[Entry] | None = None
-    pinned: list[Entry] | None = None
-    decided: Decision | None = None
-    plan: StepPlan | None = None
-    encoded: set[Entry] | None = None
-    arrived: list[Entry] | None = None
-    mine: list[Entry] | None = None
-    event: threading.Event | None = None
-    futures: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] | None = None
-    released = False
+    __slots__ = (
+        "arrived",
+        "decided",
+        "encoded",
+        "end",
+        "entries",
+        "event",
+        "first",
+        "futures",
+        "later",
+        "lookahead",
+        "match",
+        "mine",
+        "needed_from",
+        "num_items",
+        "pinned",
+        "plan",
+        "plan_id",
+        "released",
+        "request",
+        "session",
+        "start",
+        "unsettled",
+    )
 
     def __init__(
         self,
@@ -200,6 +227,16 @@ class Ticket:
         self.entries: dict[int, Entry | None] = {}
         self.num_items = num_items
         self.match = match
+        self.released = False
+        self.unsettled: list[Entry] | None = None
+        self.pinned: list[Entry] | None = None
+        self.encoded: set[Entry] | None = None
+        self.decided: Decision | None = None
+        self.plan: StepPlan | None = None
+        self.arrived: list[Entry] | None = None
+        self.mine: list[Entry] | None = None
+        self.event: threading.Event | None = None
+        self.futures: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] | None = None
 
     def status_of(self, entry: Entry | None) -> ItemStatus:
         """Status of a needed item that has this entry."""

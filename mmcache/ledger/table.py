@@ -71,7 +71,12 @@ class EntryTable:
         absent: list[int] = []
         for index in needed:
             entry = scope.get(identifiers[index])
-            if given and index in given:
+            if entry is None and not given:
+                # Room that is free is taken at once; where some has to be made, all that is ready is pinned first.
+                entries[index] = entry = self._reserve_free(ticket, scope, index)
+                if entry is None:
+                    absent.append(index)
+            elif given and index in given:
                 entries[index] = None
             elif entry is not None and entry.state is READY and entry.num_rows == num_rows[index]:
                 entries[index] = entry
@@ -83,13 +88,32 @@ class EntryTable:
             else:
                 entries[index] = None
                 absent.append(index)
-        # Pin all that is ready before any room is made: a request must not evict what it needs itself.
         if hits:
             self.budget.pin(hits)
             ticket.pinned = hits
         for index in absent:
-            found = identifiers[index] in scope
-            entries[index] = self._obtain(ticket, scope, index) if found else self.reserve(ticket, scope, index)
+            entries[index] = self._obtain(ticket, scope, index)
+
+    def _reserve_free(self, ticket: Ticket, scope: Scope, index: int) -> Entry | None:
+        """What `reserve` does, if nothing has to go for it."""
+        request, budget = ticket.request, self.budget
+        rows, modality = request._num_rows[index], request.items[index]._modality
+        nbytes = rows * self.row_bytes.get(modality, 0)
+        if nbytes > budget.capacity - budget.used or not nbytes:
+            return None
+        identifier = request._identifiers[index]
+        self._next_handle = handle = self._next_handle + 1
+        entry = Entry(handle, scope, identifier, modality, rows, ticket, self._clock())
+        entry.sized = True
+        entry.nbytes = nbytes
+        budget.used += nbytes
+        budget.fixed += nbytes
+        scope[identifier] = budget.entries[handle] = entry
+        if ticket.unsettled is None:
+            ticket.unsettled = [entry]
+        else:
+            ticket.unsettled.append(entry)
+        return entry
 
     def _obtain(self, ticket: Ticket, scope: Scope, index: int) -> Entry:
         """An entry for one item: what is ready, the lookup's own, somebody else's, or a new one."""
@@ -107,25 +131,23 @@ class EntryTable:
     def reserve(self, ticket: Ticket, scope: Scope, index: int, *, listed: bool = True) -> Entry:
         """Make the lookup the owner of a new entry; one that is not listed is for this lookup alone."""
         request = ticket.request
-        identifier, rows = request._identifiers[index], request._num_rows[index]
-        modality = request.items[index]._modality
-        self._next_handle = handle = self._next_handle + 1
-        entry = Entry(handle, scope, identifier, modality, rows, ticket, self._clock())
-        budget = self.budget
+        identifier, rows, modality = (
+            request._identifiers[index],
+            request._num_rows[index],
+            request.items[index].modality,
+        )
+        self._next_handle += 1
+        entry = Entry(self._next_handle, scope, identifier, modality, rows, ticket, self._clock())
         if listed:
             scope[identifier] = entry
             row_bytes = self.row_bytes.get(modality)
             if row_bytes is not None:
-                nbytes = rows * row_bytes
-                if nbytes <= budget.capacity - budget.used:
-                    budget.take(entry, nbytes)
-                else:
-                    budget.reserve(entry, nbytes)
+                self.budget.reserve(entry, rows * row_bytes)
         else:
             entry.detached = entry.sized = True
             entry.cached = False
-        budget.entries[handle] = entry
-        ticket.unsettled = [entry] if ticket.unsettled is None else [*ticket.unsettled, entry]
+        self.budget.entries[entry.handle] = entry
+        ticket.unsettle(entry)
         return entry
 
     def reserve_load(self, request: MultimodalRequest, index: int) -> Entry | None:
