@@ -97,8 +97,23 @@ def test_the_orientation_counts_where_there_is_one():
 
 def test_the_mode_counts():
     data = png("RGBA")
-    assert distinct(*(ImageSource(data, mode=mode) for mode in ("RGB", "L", None)))
+    assert distinct(*(ImageSource(data, mode=mode) for mode in ("RGB", "L", "RGBA")))
     assert equal(ImageSource(data), ImageSource(data, mode="RGB"))
+
+
+def test_a_mode_that_changes_nothing_does_not_count():
+    for data in (png(), png(kind="JPEG"), png(kind="BMP"), png(kind="WEBP", lossless=True)):
+        assert equal(ImageSource(data), ImageSource(data, mode=None))
+        assert ImageSource(data, mode=None).decode().tobytes() == ImageSource(data).decode().tobytes()
+    # flattened, an image comes out in RGB in any case
+    assert equal(ImageSource(png("RGBA")), ImageSource(png("RGBA"), mode=None))
+    assert equal(ImageSource(png("L"), mode="L"), ImageSource(png("L"), mode=None))
+    assert distinct(ImageSource(png("L")), ImageSource(png("L"), mode=None), ImageSource(png("L"), mode="RGBA"))
+    kept = {"mode": None, "background": None}
+    assert equal(ImageSource(png("RGBA"), **kept), ImageSource(png("RGBA"), mode="RGBA", background=None))
+    assert distinct(ImageSource(png("RGBA")), ImageSource(png("RGBA"), **kept))
+    # where the header does not tell, nothing is taken for granted
+    assert distinct(ImageSource(gif()), ImageSource(gif(), mode=None))
 
 
 def test_images_decode_as_their_options_say():
@@ -304,6 +319,8 @@ def test_a_known_digest_stands_for_the_bytes():
     assert VideoSource.known(content, H, fps=2).digest(H) == VideoSource(data, fps=2).digest(H)
     with pytest.raises(MissingContentError):  # whether it matters only the file can tell
         ImageSource.known(content, H, background=(0, 0, 0)).digest(H)
+    with pytest.raises(MissingContentError):
+        ImageSource.known(content, H, mode=None).digest(H)
 
 
 @pytest.mark.parametrize(

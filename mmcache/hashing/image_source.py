@@ -56,7 +56,8 @@ class ImageSource(Source):
     def known(cls, content: str, hasher: Hasher, **options: Any) -> ImageSource:
         """A source without bytes: its digest equals that of the source whose `content(hasher)` is `content`.
 
-        With another background, or with the orientation not applied, its digest cannot be told without the bytes.
+        With another background, with its own mode, or with the orientation not applied, its digest cannot be told
+        without the bytes.
         """
         return cls(None, **options)._know(content, hasher)
 
@@ -82,16 +83,20 @@ class ImageSource(Source):
 
     def _options(self) -> dict[str, object]:
         options: dict[str, object] = {}
-        if self.mode != "RGB":
-            options["mode"] = self.mode
-        if self.background != _WHITE or not self.orient:
+        mode = self.mode
+        if mode is None or self.background != _WHITE or not self.orient:
             if self.data is None:
                 raise self._missing()
-            transparent, orientation = image_traits(self.data)
-            if self.background != _WHITE and transparent:
+            traits = image_traits(self.data)
+            if mode is None and traits.mode is not None:
+                # the mode that it comes out in, as if that had been asked for
+                mode = "RGB" if traits.transparent and self.background is not None else traits.mode
+            if self.background != _WHITE and traits.transparent:
                 options["background"] = self.background
-            if not self.orient and orientation != 1:
+            if not self.orient and traits.orientation != 1:
                 options["orient"] = False
+        if mode != "RGB":
+            options["mode"] = mode
         return options
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ import io
 import wave
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -16,12 +16,12 @@ from mmcache.hashing.images import orientation
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["Color", "Samples", "decode_frames", "decode_image", "decode_wav", "image_traits"]
+__all__ = ["Color", "ImageTraits", "Samples", "decode_frames", "decode_image", "decode_wav", "image_traits"]
 
 Color: TypeAlias = tuple[int, int, int]
 Samples: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
 
-# formats whose header tells for sure whether there is transparency
+# formats whose header tells for sure the mode, and whether there is transparency
 _TELLING = frozenset({"BMP", "JPEG", "PNG", "WEBP"})
 
 
@@ -40,16 +40,31 @@ def _opened(data: bytes) -> Iterator[Image.Image]:
         raise MediaError(f"not an image that can be decoded: {error}", found=f"{len(data)} bytes") from error
 
 
-def image_traits(data: bytes) -> tuple[bool, int]:
-    """Whether an encoded image may have transparency, and its EXIF orientation; mostly from the header alone.
+class ImageTraits(NamedTuple):
+    """What a file's header tells, mostly without decoding.
+
+    Attributes:
+        transparent: whether it may have transparency.
+        orientation: the EXIF orientation, 1 to 8.
+        mode: Pillow mode of its pixels, or None where the header does not tell for sure.
+    """
+
+    transparent: bool
+    orientation: int
+    mode: str | None
+
+
+def image_traits(data: bytes) -> ImageTraits:
+    """What options of decoding an encoded image matter to it.
 
     Raises:
         MediaError: not an image that Pillow reads.
         ConfigError: Pillow is not installed.
     """
     with _opened(data) as image:
-        transparent = image.format not in _TELLING or image.has_transparency_data
-        return transparent, orientation(image)
+        telling = image.format in _TELLING
+        mode = image.mode if telling else None  # before it is loaded
+        return ImageTraits(not telling or image.has_transparency_data, orientation(image), mode)
 
 
 def decode_image(data: bytes, mode: str | None, background: Color | None, orient: bool) -> Image.Image:
