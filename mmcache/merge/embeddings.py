@@ -105,6 +105,7 @@ def _check_sources(sources: list[Tensor], target: Tensor) -> tuple[int, bool, bo
             known = source.dtype
             alike = alike and known is dtype
         if not source.is_cpu or type(source) is not Tensor or (tracked and source.requires_grad):
+            check_rows(source, width, item=index)
             on_host = False
         start = source.data_ptr()
         if start < end and (start + source.nbytes > first or not source.is_contiguous()) and overlap(source, target):
