@@ -14,7 +14,7 @@ import pytest
 from test_tiers_disk import Child, check_whole
 from tier_exits import SCENARIOS
 from tier_helpers import NAMESPACE, key_of, read, rows_of, same_bits, write
-from tier_servers import RedisServer
+from tier_servers import RedisServer, running
 
 from mmcache.errors import TierError
 from mmcache.tiers import DiskTier, EncodeClaims, MemoryTier, TieredStore
@@ -163,10 +163,7 @@ class TestFork:
 
     @pytest.mark.server
     def test_claims_stay_with_the_process_that_made_them(self):
-        if why := RedisServer.why_not():
-            pytest.skip(why)
-        server = RedisServer()
-        try:
+        with running(RedisServer) as server:
             mine = EncodeClaims(server.url, lease_seconds=0.5)
             a, b = key_of("a"), key_of("b")
             assert mine.claim([a]) == {a}
@@ -184,5 +181,3 @@ class TestFork:
             assert other.claim([a]) == {a}
             assert mine.claim([a]) == {a}  # nobody can be asked any more
             other.close()
-        finally:
-            server.kill()

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 from tier_helpers import key_of, read, rows_of, same_bits, write
-from tier_servers import MooncakeCluster, RedisServer
+from tier_servers import MooncakeCluster, RedisServer, running
 
 from mmcache.errors import ConfigError, TierError, UnsupportedError
 from mmcache.tiers import DiskTier, Entry, MemoryTier, MooncakeTier, RedisTier, Tier, decode_entry, encode_entry
@@ -15,20 +15,14 @@ SERVERS = pytest.mark.server
 
 @pytest.fixture(scope="module")
 def redis_server():
-    if why := RedisServer.why_not():
-        pytest.skip(why)
-    server = RedisServer()
-    yield server
-    server.kill()
+    with running(RedisServer) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
 def mooncake_cluster():
-    if why := MooncakeCluster.why_not():
-        pytest.skip(why)
-    cluster = MooncakeCluster()
-    yield cluster
-    cluster.kill()
+    with running(MooncakeCluster) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 from tier_helpers import NAMESPACE, WEAK, key_of, read, rows_of, same_bits, until, write
-from tier_servers import MooncakeCluster, RedisServer, free_port
+from tier_servers import MooncakeCluster, RedisServer, free_port, running
 
 from mmcache.errors import ConfigError, DamagedEntryError, TierError
 from mmcache.tiers import EncodeClaims, MooncakeTier, RedisTier, TieredStore, decode_entry, encode_entry
@@ -20,20 +20,14 @@ pytestmark = pytest.mark.server
 
 @pytest.fixture
 def redis_server():
-    if why := RedisServer.why_not():
-        pytest.skip(why)
-    server = RedisServer()
-    yield server
-    server.kill()
+    with running(RedisServer) as server:
+        yield server
 
 
 @pytest.fixture
 def cluster():
-    if why := MooncakeCluster.why_not():
-        pytest.skip(why)
-    cluster = MooncakeCluster()
-    yield cluster
-    cluster.kill()
+    with running(MooncakeCluster) as cluster:
+        yield cluster
 
 
 def raw(server):
@@ -181,44 +175,35 @@ class TestRedis:
         assert tier.get_many([key]) == {}
 
     def test_eviction_by_the_server_is_a_miss(self):
-        if why := RedisServer.why_not():
-            pytest.skip(why)
-        server = RedisServer("--maxmemory", "8mb")
-        try:
-            with TieredStore([RedisTier(server.url)], namespace=NAMESPACE) as store:
-                keys = [store.key(f"e{n}") for n in range(40)]
-                for key in keys:
-                    store.put(key, rows_of(key.identifier, 256, 256))
-                assert store.flush(30)
-                found = store.fetch(keys)
-                assert 0 < len(found) < 40
-                for key, rows in found.items():
-                    assert same_bits(rows, rows_of(key.identifier, 256, 256))
-                assert store.known(keys) == set(found)
-        finally:
-            server.kill()
+        with (
+            running(RedisServer, "--maxmemory", "8mb") as server,
+            TieredStore([RedisTier(server.url)], namespace=NAMESPACE) as store,
+        ):
+            keys = [store.key(f"e{n}") for n in range(40)]
+            for key in keys:
+                store.put(key, rows_of(key.identifier, 256, 256))
+            assert store.flush(30)
+            found = store.fetch(keys)
+            assert 0 < len(found) < 40
+            for key, rows in found.items():
+                assert same_bits(rows, rows_of(key.identifier, 256, 256))
+            assert store.known(keys) == set(found)
 
     def test_a_server_that_takes_no_more_is_a_slower_cache(self):
-        if why := RedisServer.why_not():
-            pytest.skip(why)
-        server = RedisServer("--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
-        try:
-            with TieredStore([RedisTier(server.url)], namespace=NAMESPACE) as store:
-                keys = [store.key(f"e{n}") for n in range(40)]
-                for key in keys:
-                    store.put(key, rows_of(key.identifier, 256, 256))
-                assert store.flush(30)
-                assert store.stats().tiers[0].dropped
-                for key, rows in store.fetch(keys).items():
-                    assert same_bits(rows, rows_of(key.identifier, 256, 256))
-        finally:
-            server.kill()
+        with (
+            running(RedisServer, "--maxmemory", "3mb", "--maxmemory-policy", "noeviction") as server,
+            TieredStore([RedisTier(server.url)], namespace=NAMESPACE) as store,
+        ):
+            keys = [store.key(f"e{n}") for n in range(40)]
+            for key in keys:
+                store.put(key, rows_of(key.identifier, 256, 256))
+            assert store.flush(30)
+            assert store.stats().tiers[0].dropped
+            for key, rows in store.fetch(keys).items():
+                assert same_bits(rows, rows_of(key.identifier, 256, 256))
 
     def test_a_password(self):
-        if why := RedisServer.why_not():
-            pytest.skip(why)
-        server = RedisServer("--requirepass", "open sesame")
-        try:
+        with running(RedisServer, "--requirepass", "open sesame") as server:
             good = RedisTier(server.url.replace("//", "//:open%20sesame@"))
             (key,) = write(good, "a")
             assert read(good, key)
@@ -226,8 +211,6 @@ class TestRedis:
                 with pytest.raises(TierError) as caught:
                     RedisTier(url).get_many([key])
                 assert "wrong" not in str(caught.value).lower().replace("wrongpass", "")
-        finally:
-            server.kill()
 
     @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
     def test_tls(self, tmp_path):
@@ -391,21 +374,18 @@ class TestMooncake:
             outage(store, cluster.kill_master, mends, 60)
 
     def test_a_store_without_room_is_a_slower_cache(self):
-        if why := MooncakeCluster.why_not():
-            pytest.skip(why)
-        cluster = MooncakeCluster(16 << 20)
-        try:
-            with TieredStore([MooncakeTier(cluster.address)], namespace=NAMESPACE) as store:
-                keys = [store.key(f"e{n}") for n in range(40)]
-                for key in keys:
-                    store.put(key, rows_of(key.identifier, 1024, 256))
-                assert store.flush(60)
-                for key, rows in store.fetch(keys).items():
-                    assert same_bits(rows, rows_of(key.identifier, 1024, 256))
-                stats = store.stats().tiers[0]
-                assert stats.stored + stats.dropped == 40
-        finally:
-            cluster.kill()
+        with (
+            running(MooncakeCluster, 16 << 20) as cluster,
+            TieredStore([MooncakeTier(cluster.address)], namespace=NAMESPACE) as store,
+        ):
+            keys = [store.key(f"e{n}") for n in range(40)]
+            for key in keys:
+                store.put(key, rows_of(key.identifier, 1024, 256))
+            assert store.flush(60)
+            for key, rows in store.fetch(keys).items():
+                assert same_bits(rows, rows_of(key.identifier, 1024, 256))
+            stats = store.stats().tiers[0]
+            assert stats.stored + stats.dropped == 40
 
     def test_a_damaged_object_is_replaced_although_puts_do_not_replace(self, cluster):
         tier = MooncakeTier(cluster.address)

@@ -68,6 +68,12 @@ def test_two_stores_of_one_kind_are_refused(tmp_path: Path) -> None:
         open_stores(Settings(store=(f"file://{tmp_path}/a", f"file://{tmp_path}/b")))
 
 
+def test_a_url_names_its_directory_as_urls_do(tmp_path: Path) -> None:
+    (tier,) = open_stores(Settings(store=(f"file://{tmp_path}/two%20words",)))
+    assert (tmp_path / "two words" / "objects").is_dir()
+    tier.close()
+
+
 # -- the plug-in
 
 

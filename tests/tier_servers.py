@@ -7,7 +7,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 def free_port() -> int:
@@ -155,3 +158,17 @@ class MooncakeCluster:
     def kill(self) -> None:
         self.kill_holder()
         self.kill_master()
+
+
+@contextmanager
+def running(kind: type[Any], *options: Any) -> Iterator[Any]:
+    """A server of this kind, for as long as this lasts; the test is skipped where there is none."""
+    if why := kind.why_not():
+        import pytest  # benches start servers, too
+
+        pytest.skip(why)
+    server = kind(*options)
+    try:
+        yield server
+    finally:
+        server.kill()

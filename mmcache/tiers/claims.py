@@ -17,7 +17,7 @@ from mmcache.tiers.arguments import check_seconds, keys_of
 from mmcache.tiers.breaker import CircuitBreaker
 from mmcache.tiers.entry import Key
 from mmcache.tiers.lifetime import forked_with
-from mmcache.tiers.redis import connect
+from mmcache.tiers.redis import connect, pipelined
 
 __all__ = ["EncodeClaims"]
 
@@ -122,11 +122,8 @@ class EncodeClaims:
             return []
         if not self._breaker.allows:
             return [TierError("left alone for a while")] * len(commands)
-        pipeline = self._client.pipeline(transaction=False)
-        for command in commands:
-            pipeline.execute_command(*command)
         try:
-            replies: list[Any] = pipeline.execute(raise_on_error=False)
+            replies = pipelined(self._client, commands)
         except self._error as error:
             if self._breaker.failure():
                 _log.warning("claims cannot be asked for, everything is granted until they can: %s", error)

@@ -11,7 +11,7 @@ from mmcache.tiers.entry import MAX_IDENTIFIER_BYTES, Entry, Key, check_pinning,
 from mmcache.tiers.protocol import PutOutcome, StoredEntry, TierUsage
 from mmcache.tiers.remote import DEFAULT_LARGEST_ENTRY, key_prefix, remote_name
 
-__all__ = ["RedisTier", "connect"]
+__all__ = ["RedisTier", "connect", "pipelined"]
 
 _HEADER_LIMIT = MAX_IDENTIFIER_BYTES + 512
 _SCAN_PAGE = 256
@@ -155,18 +155,23 @@ class RedisTier:
         self._check_open()
         if not commands:
             return []
-        pipeline = self._client.pipeline(transaction=False)
-        for command in commands:
-            pipeline.execute_command(*command)
         try:
-            replies: list[Any] = pipeline.execute(raise_on_error=False)
+            return pipelined(self._client, commands)
         except self._error as error:
             raise TierError(f"the server failed: {error}", field=self.name) from error
-        return replies
 
     def _check_open(self) -> None:
         if self._closed:
             raise TierError("the tier is closed", field=self.name)
+
+
+def pipelined(client: Any, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """The replies to commands that are sent at once; an error that concerns one command is its reply."""
+    pipeline = client.pipeline(transaction=False)
+    for command in commands:
+        pipeline.execute_command(*command)
+    replies: list[Any] = pipeline.execute(raise_on_error=False)
+    return replies
 
 
 def _key_in(header: object, name: str) -> Key | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from mmcache.errors import ConfigError
 from mmcache.tiers import Tier, open_tier
@@ -102,7 +102,7 @@ def open_stores(settings: Settings) -> list[Tier]:
         # Ids that clients made are no digests: whoever trusts them trusts all who can write to the store
         if url.startswith("file://"):
             capacity = settings.store_bytes if settings.store_bytes is not None else 16 << 30
-            location = urlsplit(url).path
+            location = unquote(urlsplit(url).path)
             tiers.append(open_tier(location, capacity_bytes=capacity, one_trust_domain=settings.trust_client_ids))
         else:
             tiers.append(open_tier(url, one_trust_domain=settings.trust_client_ids))

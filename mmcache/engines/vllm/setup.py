@@ -160,7 +160,9 @@ def open_scheduler_side(
 def _hasher(salt: str | None) -> ContentHasher:
     if salt is None:
         return ContentHasher("blake3")
-    return ContentHasher("blake3", key=hashlib.sha256(b"mmcache-vllm-salt-1" + salt.encode()).digest())
+    return ContentHasher(
+        "blake3", key=hashlib.sha256(b"mmcache-vllm-salt-1" + salt.encode("utf-8", "surrogatepass")).digest()
+    )
 
 
 def _vllm_version() -> str:
