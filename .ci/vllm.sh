@@ -64,5 +64,5 @@ if [[ -d $sources ]]; then export VLLM_SOURCES=$sources; fi
 "$venv/bin/pip" install --no-deps -e .
 
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 OMP_NUM_THREADS=1
-exec "$venv/bin/python" -m pytest -q -m vllm --durations=8 tests/test_vllm_source.py tests/test_vllm_interface.py \
-    tests/test_vllm_engine.py tests/test_vllm_server.py
+exec "$venv/bin/python" -m pytest -q -m vllm --durations=8 tests/test_vllm_source.py tests/test_vllm_engine.py \
+    tests/test_vllm_server.py

@@ -1,7 +1,7 @@
 """The connector in a real vLLM engine: outputs as without it, no encode twice, and no fault that reaches a request.
 
-Every engine is a process of its own. They are started two at a time, in the order of `PLAN`, and each test looks at
-what some of them answered.
+Every engine is a process of its own. They run two at a time, in the order in which `Runs` starts them, and each test
+looks at what some of them answered.
 """
 
 from __future__ import annotations
@@ -9,18 +9,20 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tier_servers import RedisServer
-from vllm_helpers import run
+from vllm_helpers import prepare, run, run_from_nothing
 
 from mmcache.tiers import DiskTier, Entry, encode_entry
 
-pytest.importorskip("vllm")
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+if find_spec("vllm") is None:  # importing it takes long, and is left to the engines' processes
+    pytest.skip("vLLM is not installed", allow_module_level=True)
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1800)]
 
 SEEDS = [1, 2, 3]
 DIGEST = "5e" * 32
@@ -47,9 +49,10 @@ class Runs:
         self._folder = folder
         self._pool = ThreadPoolExecutor(2)
         self._futures: dict[str, Future[Any]] = {}
-        filled = "filled"
+        self._start("filling", self._fill)
         self._start("plain", lambda: self._run("workload", None, seeds=[*SEEDS, 4, 9], turns=TURNS))
-        self._start("filling", lambda: self._run("workload", self.store(filled), seeds=SEEDS, turns=TURNS))
+        self._start("found", lambda: self._run("found_by_vllm", None))
+        self._start("two ranks", lambda: self._after("filling", self._two_ranks))
         self._start("reading", lambda: self._after("filling", self._read))
         self._start("other dtype", lambda: self._after("filling", self._other_dtype))
         self._start("damaged", lambda: self._after("filling", self._damaged))
@@ -78,13 +81,21 @@ class Runs:
     def _run(self, scenario: str, connector: dict[str, Any] | None, **arguments: Any) -> Any:
         return run(scenario, model=self._model, connector=connector, **arguments)
 
+    def _fill(self) -> Any:
+        connector = self.store("filled")
+        return run_from_nothing("workload", model=self._model, connector=connector, seeds=SEEDS, turns=TURNS)
+
     def _read(self) -> Any:
-        return self._run(
+        return self._run("workload", self.store("filled"), seeds=SEEDS, turns=TURNS)
+
+    def _two_ranks(self) -> Any:
+        return run_from_nothing(
             "workload",
-            self.store("filled"),
-            seeds=SEEDS,
-            turns=TURNS,
             separate=True,
+            model=self._model,
+            connector=self._copy("filled", "two ranks"),
+            seeds=[*SEEDS[:2], 4],
+            tensor_parallel_size=2,
             distributed_executor_backend="mp",
         )
 
@@ -134,6 +145,7 @@ def _other_dtype(key: Any, entry: Entry) -> Entry:
 
 @pytest.fixture(scope="module")
 def runs(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    prepare()
     runs = Runs(model, tmp_path_factory.mktemp("stores"))
     yield runs
     runs.close()
@@ -155,7 +167,14 @@ def test_pictures_change_the_answers_so_that_equality_means_something(runs: Runs
     assert all(answers[i] != answers[j] for i in range(len(answers)) for j in range(i))
 
 
-def test_another_engine_in_other_processes_encodes_nothing_and_answers_to_the_bit(runs: Runs) -> None:
+def test_vllm_finds_the_connector_and_its_metrics(runs: Runs) -> None:
+    found = runs["found"]
+    assert found["connector"] == "MMCacheConnector"
+    assert found["hits"] == 3
+    assert found["store_up"] == 0
+
+
+def test_another_engine_encodes_nothing_and_answers_to_the_bit(runs: Runs) -> None:
     filling, reading = runs["filling"], runs["reading"]
     for part in ("first", "again", "chat"):
         assert every(reading[part]) == every(filling[part])
@@ -164,6 +183,22 @@ def test_another_engine_in_other_processes_encodes_nothing_and_answers_to_the_bi
     assert end["load_bytes"] == end["loads"] * 144 * 128 * 4
     assert "encodes" not in end
     assert "saves" not in end
+
+
+def test_under_tensor_parallelism_every_rank_loads_and_one_saves(runs: Runs) -> None:
+    # Also the run in which the one that asks, the scheduler and the workers are processes apart
+    both, plain = runs["two ranks"], runs["plain"]["first"]
+    for answer, alone in zip(both["first"], [plain[0], plain[1], plain[3]], strict=True):
+        assert answer["tokens"] == alone["tokens"]
+        for step, expected in zip(answer["logprobs"], alone["logprobs"], strict=True):
+            chosen = dict(map(tuple, expected))  # ranks add up in another order
+            assert all(abs(chosen[token] - logprob) < 1e-3 for token, logprob in step if token in chosen)
+    end = both["counts"][0]
+    assert end["hits.store"] == end["store_hits.disk"] == 2
+    assert end["loads"] == 2 * 2
+    assert end["encodes"] == end["saves"] == 1
+    again = both["counts"][1]
+    assert again.get("encodes") == 1
 
 
 def test_what_the_prefix_cache_covers_is_neither_loaded_nor_encoded(runs: Runs) -> None:

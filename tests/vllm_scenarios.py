@@ -190,8 +190,40 @@ def store_is_emptied(model: str, connector: dict[str, Any], seeds: list[int]) ->
     return {"answers": before + after, "counts": engine.counts()}
 
 
+def found_by_vllm(model: str, connector: None) -> Any:
+    """vLLM's own registries, with nothing but the installed entry point: the connector, twice, and its metrics."""
+    from functools import partial
+    from types import SimpleNamespace
+
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+    from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
+    from vllm.plugins import load_general_plugins
+
+    import mmcache.engines.vllm as plugin
+
+    load_general_plugins()
+    plugin.register()
+    wanted = SimpleNamespace(ec_connector=plugin.CONNECTOR_NAME, ec_connector_module_path=None)
+    found = ECConnectorFactory.get_connector_class(wanted)
+    registry = CollectorRegistry()
+    types = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    metrics = found.build_prom_metrics(SimpleNamespace(ec_transfer_config=None), types, ["model"], {0: ["m"]})
+    stats = found.build_ec_connector_stats({"hits.redis": 2, "loads": 2, "store_up.redis": 1})
+    later = found.build_ec_connector_stats({"hits.redis": 1, "store_up.redis": 0})
+    metrics.observe(stats.aggregate(later).data)
+    labels = {"model": "m", "tier": "redis"}
+    return {
+        "connector": found.__name__,
+        "hits": registry.get_sample_value("vllm:mmcache_hits_total", labels),
+        "store_up": registry.get_sample_value("vllm:mmcache_store_up", labels),
+    }
+
+
+def main(name: str, arguments: str) -> None:
+    """Run a scenario and print its answer."""
+    scenario = globals()[name]
+    print("\nANSWER " + json.dumps(scenario(**json.loads(arguments))), flush=True)
+
+
 if __name__ == "__main__":
-    for name, value in vllm_tiny.environment().items():
-        os.environ.setdefault(name, value)
-    scenario = globals()[sys.argv[1]]
-    print("\nANSWER " + json.dumps(scenario(**json.loads(sys.argv[2]))), flush=True)
+    main(*sys.argv[1:])
