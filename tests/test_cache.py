@@ -501,6 +501,7 @@ USES: dict[str, Any] = {
     "metadata": lambda lookup: lookup.metadata("image_grid_thw"),
     "rows": lambda lookup: lookup.rows(0),
     "key": lambda lookup: lookup.key(0),
+    "holds": lambda lookup: lookup.holds(0),
     "merge_into": lambda lookup: lookup.merge_into(torch.zeros(6, WIDTH)),
     "poll": lambda lookup: lookup.poll(),
     "wait": lambda lookup: lookup.wait(0),

@@ -198,15 +198,14 @@ class MultimodalCache:
         Raises:
             WindowError: more tokens than the request has, or fewer than none.
         """
-        num_tokens = check_window(request, num_tokens)[0]
-        self._ledger.commit(request, num_tokens)
+        num_tokens = self._ledger.commit(request, num_tokens)
         if self.prefix is not None:
             self.prefix.insert(request, num_tokens)
         self._apply_drops()
 
     def finish(self, request: MultimodalRequest | str) -> None:
         """The request, or the one of that id, is done, aborted or gone: all it holds is given up. Idempotent."""
-        for ticket in self._ledger.finish(request if isinstance(request, str) else request.request_id):
+        for ticket in self._ledger.finish(request):
             if ticket.match is not None:
                 ticket.match.release()
         self._apply_drops()
@@ -223,14 +222,14 @@ class MultimodalCache:
         Raises:
             WindowError: `num_computed_tokens` lies outside the request's tokens.
         """
-        needed = self._ledger.announce(request, check_window(request, num_computed_tokens)[0])
+        needed = self._ledger.announce(request, num_computed_tokens)
         if self._tiers is not None:
             self._tiers.prefetch(request, needed)
         self._apply_drops()
 
     def withdraw(self, request: MultimodalRequest | str) -> None:
         """The request no longer waits in the queue. Idempotent."""
-        self._ledger.withdraw(request if isinstance(request, str) else request.request_id)
+        self._ledger.withdraw(request)
 
     # -- the whole -----------------------------------------------------------------------------------------------------
 

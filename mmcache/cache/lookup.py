@@ -198,6 +198,17 @@ class Lookup:
         ledger = self._cache._ledger
         return ledger.ledger_id, ledger.content_of(ticket.request, item.identifier)
 
+    def holds(self, index: int) -> bool:
+        """Whether rows of an item, needed in this step or not, are here or on their way, as things stand.
+
+        Raises:
+            RequestError: the request has no such item.
+        """
+        ticket = self._open()
+        index = check_index(ticket.request.request_id, index, ticket.num_items)
+        given = ticket.request.items[index].embeds is not None
+        return given or self._cache._ledger.holds(ticket.request, index)
+
     def merge_into(self, inputs_embeds: Tensor, *levels: Tensor) -> Tensor:
         """Write the window's embedding rows over their placeholders, in place; see `MergePlan.merge_into`.
 
@@ -265,14 +276,18 @@ class Lookup:
             progress, pause = self._look(arm)
             if pause is None:
                 return progress
-            await asyncio.wait((future,), timeout=self._pause(pause, deadline))
-            self._cache._ledger.disarm(self._ticket, future)
+            try:
+                await asyncio.wait((future,), timeout=self._pause(pause, deadline))
+            finally:
+                self._cache._ledger.waits.end(self._ticket, future)
 
     def _look(self, arm: Callable[[Ticket], None]) -> tuple[Progress, float | None]:
         """News and None, or no news and for how long to sleep at most; no news and None where nothing is awaited."""
         ticket = self._open()
         self._cache._release_forgotten()
-        progress, pause, own = self._cache._ledger.begin_wait(ticket, arm)
+        progress, pause, own = self._cache._ledger.waits.begin(ticket, arm)
+        if not progress:
+            self._open()  # another thread may have ended it meanwhile
         if own and not progress:
             raise SelfWaitError(
                 "waiting for items that this request has to encode itself", request_id=ticket.request.request_id

@@ -53,14 +53,14 @@ class TierLink:
 
     def load(self, ticket: Ticket) -> None:
         """Have what this lookup would encode loaded instead, as far as tiers are known to have it."""
-        owned = self._ledger.owned(ticket)
+        owned = self._ledger.loads.owned(ticket)
         if not owned:
             return
         keys = {self.key(ticket.request, entry.identifier): entry for entry in owned}
         known = self.tiers.known(keys)
         if len(known) < len(keys):
             self.tiers.learn([key for key in keys if key not in known])
-        loading = {key: keys[key] for key in known if self._ledger.delegate(ticket, keys[key])}
+        loading = {key: keys[key] for key in known if self._ledger.loads.delegate(ticket, keys[key])}
         self._fetch(loading)
 
     def prefetch(self, request: MultimodalRequest, indices: Iterable[int]) -> None:
@@ -74,7 +74,7 @@ class TierLink:
         self.tiers.learn([key for key in contents if key not in known])
         loading = {}
         for key in known:
-            entry = self._ledger.reserve_load(request, contents[key])
+            entry = self._ledger.loads.reserve(request, contents[key])
             if entry is not None:
                 loading[key] = entry
         self._fetch(loading)
@@ -86,7 +86,7 @@ class TierLink:
 
     def forget(self, identifier: str | None) -> None:
         """Remove a content, or everything, of all salts and adapters that the ledger has seen."""
-        for salt, adapter in self._ledger.scopes():
+        for salt, adapter in self._ledger.loads.scopes():
             key = self.tiers.key(identifier or "any", salt=salt, adapter=adapter)
             if identifier is None:
                 self.tiers.clear(key.namespace)
@@ -102,11 +102,11 @@ class TierLink:
                 rows = found.get(key)
                 if rows is not None and rows.shape[0] == entry.num_rows and self._fits(entry.modality, rows):
                     nbytes = self._store.put(entry.handle, rows, copy=False)
-                    self._ledger.loaded(entry, nbytes)
+                    self._ledger.loads.loaded(entry, nbytes)
                     if entry.gone:  # invalidated meanwhile
                         self._store.drop((entry.handle,))
                 else:
-                    self._ledger.loaded(entry, None)
+                    self._ledger.loads.loaded(entry, None)
             self._settled(list(loading.values()))
 
         self.tiers.prefetch({key: Expected(rows=entry.num_rows) for key, entry in loading.items()}, done)

@@ -5,26 +5,23 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from mmcache.items import MultimodalRequest
 from mmcache.ledger.budget import Budget
 from mmcache.ledger.checks import check_books, check_report, check_seconds
-from mmcache.ledger.records import RESERVED, Entry, PinnedMatch, Session, Ticket
-from mmcache.ledger.sessions import Sessions
+from mmcache.ledger.loads import TierLoads
+from mmcache.ledger.records import Entry, PinnedMatch, Session, Ticket
+from mmcache.ledger.sessions import Sessions, id_of
 from mmcache.ledger.snapshots import decision_of, plan_of
 from mmcache.ledger.table import EntryTable
 from mmcache.ledger.tally import Tally, stats_of
-from mmcache.ledger.waiting import WaitingLine, awaited, news_of, wake
+from mmcache.ledger.waiting import WaitingLine, Waits, news_of, wake
 from mmcache.ledger.workers import Workers
 from mmcache.planning import Progress, StepPlan, check_window, needed_items
 from mmcache.policies import EvictionPolicy
 from mmcache.stats import CacheStats
-
-if TYPE_CHECKING:
-    import asyncio  # 0.02 s, and only tasks that wait need it
 
 __all__ = ["EncoderLedger"]
 
@@ -37,6 +34,13 @@ class EncoderLedger:
     Thread-safe. Every method takes the lock once, for microseconds, and calls nobody while it holds it. Engines whose
     workers are other processes send them each `plan`, and report back with `settle` and `reconcile`; engines of one
     process use `MultimodalCache`, which does that with an `EmbeddingStore` at hand.
+
+    Attributes:
+        ledger_id: unique to this ledger and start; workers that see another one begin anew.
+        budget: bytes used and fixed, evictions and uncached items. Read only.
+        counts: encodes, joins, takeovers, stale and lost entries. Read only.
+        loads: what tiers say of rows that they load.
+        waits: threads and tasks that wait for a lookup's news.
     """
 
     def __init__(
@@ -59,22 +63,21 @@ class EncoderLedger:
             split_by_adapter: whether adapters touch the encoder, so that embeddings belong to one adapter each.
             clock: monotonic seconds.
         """
-        ledger_id, budget = uuid.uuid4().hex, Budget(capacity_bytes, policy)
-        self._table = EntryTable(ledger_id, budget, row_bytes or {}, lease_seconds, split_by_adapter, clock)
-        self._sessions = Sessions(budget)
-        self._workers = Workers(ledger_id)
+        self.ledger_id = uuid.uuid4().hex
+        self.budget = Budget(capacity_bytes, policy)
+        self._table = EntryTable(self.budget, row_bytes or {}, lease_seconds, split_by_adapter, clock)
+        self.counts = self._table.counts
+        self._sessions = Sessions(self.budget)
+        self._workers = Workers(self.ledger_id)
         self._line = WaitingLine(policy)
         self._tally = Tally()
         self._woken = self._table.woken
         self._lock = threading.Lock()
         self._next_plan = 0
+        self.loads = TierLoads(self._table, self._lock, self._wake)
+        self.waits = Waits(self._table, self._lock, self._wake)
 
     # -- what a reader may know ----------------------------------------------------------------------------------------
-
-    @property
-    def ledger_id(self) -> str:
-        """Unique to this ledger and start; workers that see another one begin anew."""
-        return self._table.ledger_id
 
     @property
     def epoch(self) -> int:
@@ -82,23 +85,18 @@ class EncoderLedger:
         return self._table.epoch
 
     @property
-    def budget(self) -> Budget:
-        """Bytes used and fixed, evictions and uncached items. Read only."""
-        return self._table.budget
-
-    @property
     def row_bytes(self) -> Mapping[str, int]:
         """Bytes of one embedding row by modality, as configured or learned. Read only."""
         return self._table.row_bytes
 
-    @property
-    def counts(self) -> Counter[str]:
-        """Encodes, joins, takeovers, stale and lost entries. Read only."""
-        return self._table.counts
-
     def content_of(self, request: MultimodalRequest, identifier: str) -> tuple[str | None, str | None, str]:
         """Equal for two items, of whatever requests, that share an embedding."""
         return self._table.content_of(request, identifier)
+
+    def holds(self, request: MultimodalRequest, index: int) -> bool:
+        """Whether rows of the item's content are stored or on their way, as things stand. Nothing is pinned."""
+        scope = self._table.scopes.get(self.content_of(request, "")[:2])
+        return scope is not None and request.items[index].identifier in scope
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -187,16 +185,8 @@ class EncoderLedger:
         request, horizon = ticket.request, end + ticket.lookahead
         first, later, needed = needed_items(request, ticket.needed_from, horizon, ticket.num_items)
         with self._lock:
-            kept = {index: ticket.entries[index] for index in needed if index in ticket.entries}
-            still = set(kept.values())
-            dropped = [e for e in dict.fromkeys(ticket.entries.values()) if e is not None and e not in still]
-            ticket.entries = kept
             ticket.first, ticket.later, ticket.end, ticket.plan, ticket.decided = first, later, end, None, None
-            for entry in dropped:
-                if ticket.unsettled and entry in ticket.unsettled:
-                    ticket.unsettled.remove(entry)
-                    self._table.leave(ticket, entry)
-            self._sessions.shrink(ticket, dropped)
+            self._sessions.shrink(ticket, self._table.shrink(ticket, needed))
         self._wake()
 
     def admit(self, ticket: Ticket, sizes: Mapping[int, int]) -> list[Entry]:
@@ -232,41 +222,8 @@ class EncoderLedger:
         check_seconds(seconds, ticket.request.request_id)
         with self._lock:
             check_report(self._table, ticket, sizes)
-            entries = {index: ticket.entries.get(index) for index in sizes}
-            total = sum(entry.num_rows for entry in entries.values() if entry is not None) or 1
-            for index, entry in entries.items():
-                if entry is not None and entry.owner is ticket and entry.state is RESERVED:
-                    cost = None if seconds is None else seconds * entry.num_rows / total
-                    self._table.publish(entry, sizes[index], cost)
-                    ticket.encoded = {*(ticket.encoded or ()), entry}
+            self._table.settle(ticket, sizes, seconds)
         self._wake()
-
-    # -- loads from tiers ----------------------------------------------------------------------------------------------
-
-    def owned(self, ticket: Ticket) -> list[Entry]:
-        """Entries that the lookup would encode and that others could share."""
-        return [entry for entry in ticket.unsettled or () if entry.owner is ticket and not entry.detached]
-
-    def delegate(self, ticket: Ticket, entry: Entry) -> bool:
-        """Have a tier load what the lookup owns; False if it does not own it any more."""
-        with self._lock:
-            return self._table.delegate(ticket, entry)
-
-    def reserve_load(self, request: MultimodalRequest, index: int) -> Entry | None:
-        """Reserve free room for a content that a tier will give, before anybody asks for it; None if there is none."""
-        with self._lock:
-            return self._table.reserve_load(request, index)
-
-    def loaded(self, entry: Entry, nbytes: int | None) -> None:
-        """A load has ended: with that many bytes in the store, or with nothing."""
-        with self._lock:
-            self._table.loaded(entry, nbytes)
-        self._wake()
-
-    def scopes(self) -> list[tuple[str | None, str | None]]:
-        """(salt, adapter) of all requests seen."""
-        with self._lock:
-            return list(self._table.scopes)
 
     # -- ends of steps -------------------------------------------------------------------------------------------------
 
@@ -308,10 +265,16 @@ class EncoderLedger:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def commit(self, request: MultimodalRequest, num_tokens: int) -> None:
-        """The KV of the first `num_tokens` tokens exists: unpin what has no row beyond them."""
+    def commit(self, request: MultimodalRequest, num_tokens: int) -> int:
+        """The KV of the first `num_tokens` tokens exists: unpin what has no row beyond them. Returns their number.
+
+        Raises:
+            WindowError: more tokens than the request has, or fewer than none.
+        """
+        num_tokens = check_window(request, num_tokens)[0]
         with self._lock:
             self._sessions.commit(request, num_tokens)
+        return num_tokens
 
     def finish(self, request: MultimodalRequest | str) -> list[Ticket]:
         """The request, or the one of that id, is done, aborted or gone: its lookups end and its pins go. Idempotent.
@@ -319,18 +282,16 @@ class EncoderLedger:
         Returns:
             The lookups that were still open.
         """
-        request_id = request if isinstance(request, str) else request.request_id
+        request_id = id_of(request)
         with self._lock:
             if self._line.positions:
                 self._line.withdraw(request_id)
             session = self._sessions.pop(request_id, None)
             open_tickets = [] if session is None else list(session.tickets)
+            for ticket in open_tickets:
+                self._close(ticket)
             if session is not None:
-                for ticket in open_tickets:
-                    self._close(ticket)
-                self._table.budget.unpin(session.held)
-                session.held.clear()
-                session.passed.clear()
+                self._sessions.unpin(session, list(session.held))
         self._wake()
         return open_tickets
 
@@ -345,7 +306,11 @@ class EncoderLedger:
 
         Returns:
             Indices of the items that it will need.
+
+        Raises:
+            WindowError: `num_computed_tokens` lies outside the request's tokens.
         """
+        num_computed_tokens = check_window(request, num_computed_tokens)[0]
         _, _, needed = needed_items(request, num_computed_tokens, request.num_tokens)
         contents = list(dict.fromkeys(self._table.content_of(request, request._identifiers[i]) for i in needed))
         with self._lock:
@@ -355,7 +320,7 @@ class EncoderLedger:
 
     def withdraw(self, request: MultimodalRequest | str) -> None:
         """The request, or the one of that id, no longer waits. Idempotent."""
-        request_id = request if isinstance(request, str) else request.request_id
+        request_id = id_of(request)
         with self._lock:
             self._line.withdraw(request_id)
 
@@ -368,15 +333,7 @@ class EncoderLedger:
         told to encode anew.
         """
         with self._lock:
-            self._table.epoch += 1
-            for scope in self._table.scopes.values():
-                listed = list(scope.values()) if identifier is None else [e for e in (scope.get(identifier),) if e]
-                # Ready ones first: what takes the place of a reservation should not have to evict what goes anyway.
-                for entry in sorted(listed, key=lambda entry: entry.state is RESERVED):
-                    if not entry.detached:
-                        self._table.detach(entry, "invalidated")
-            if identifier is None:
-                self._table.forget_widths()
+            self._table.invalidate(identifier)
         self._wake()
 
     def reconcile(
@@ -391,7 +348,7 @@ class EncoderLedger:
             worker: which worker reports.
         """
         with self._lock:
-            for entry in self._workers.lost(self._table.budget.entries, worker, worker_epoch, held, lost):
+            for entry in self._workers.lost(self.budget.entries, worker, worker_epoch, held, lost):
                 self._table.lose(entry, self._sessions.drop(entry))
         self._wake()
 
@@ -401,9 +358,9 @@ class EncoderLedger:
             return self._take_drops()
 
     def _take_drops(self) -> list[Entry]:
-        drops = self._table.budget.drops
+        drops = self.budget.drops
         if drops:
-            self._table.budget.drops = []
+            self.budget.drops = []
         return drops
 
     # -- waiting -------------------------------------------------------------------------------------------------------
@@ -415,26 +372,6 @@ class EncoderLedger:
             progress = news_of(self._table, ticket)
         self._wake()
         return progress
-
-    def begin_wait(self, ticket: Ticket, arm: Callable[[Ticket], None]) -> tuple[Progress, float | None, bool]:
-        """News of the lookup; where there are none, `arm` the ticket so that news wake the caller, in one step.
-
-        Returns:
-            (news, seconds after which to look again, whether everything awaited is this very request's to encode).
-        """
-        with self._lock:
-            progress = news_of(self._table, ticket)
-            pause, own = awaited(self._table, ticket)
-            if not progress and pause is not None:
-                arm(ticket)
-        self._wake()
-        return progress, pause, own
-
-    def disarm(self, ticket: Ticket, future: asyncio.Future[None]) -> None:
-        """The future is no longer to be woken."""
-        with self._lock:
-            if ticket.futures:
-                ticket.futures = [pair for pair in ticket.futures if pair[1] is not future]
 
     def check(self) -> None:
         """Add the books up anew; for tests and debugging, linear in the entries.

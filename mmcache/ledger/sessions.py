@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from mmcache.errors import RequestError
 from mmcache.items import MultimodalRequest
 from mmcache.ledger.budget import Budget
 from mmcache.ledger.records import Entry, Session, Ticket
 
-__all__ = ["Sessions"]
+__all__ = ["Sessions", "id_of"]
+
+
+def id_of(request: MultimodalRequest | str) -> str:
+    """The id of a request that is named by itself or by its id.
+
+    Raises:
+        RequestError: it is neither.
+    """
+    if isinstance(request, str):
+        return request
+    if not isinstance(request, MultimodalRequest):
+        raise RequestError("a request, or its id", found=type(request).__name__)
+    return request.request_id
 
 
 class Sessions(dict[str, Session]):
@@ -18,13 +32,14 @@ class Sessions(dict[str, Session]):
         super().__init__()
         self._budget = budget
 
-    def unpin(self, session: Session, entries: Iterable[Entry]) -> None:
+    def unpin(self, session: Session, entries: Sequence[Entry]) -> None:
         """The request no longer holds these, if it did."""
+        held = [entry for entry in entries if entry in session.held]
+        for entry in held:
+            del session.held[entry]
         for entry in entries:
             session.passed.pop(entry, None)
-            if entry in session.held:
-                del session.held[entry]
-                self._budget.unpin((entry,))
+        self._budget.unpin(held)
 
     def commit(self, request: MultimodalRequest, num_tokens: int) -> None:
         """The request needs no entry any more whose last row lies in its first `num_tokens` tokens."""

@@ -17,7 +17,6 @@ class EntryTable:
     """Entries by scope and identifier, and the steps of their lives.
 
     Attributes:
-        ledger_id: name of the ledger, for its plans.
         budget: room in bytes.
         row_bytes: bytes of one embedding row by modality; learned from the first rows where not configured.
         epoch: advances when entries are invalidated.
@@ -27,14 +26,12 @@ class EntryTable:
 
     def __init__(
         self,
-        ledger_id: str,
         budget: Budget,
         row_bytes: Mapping[str, int],
         lease_seconds: float,
         split_by_adapter: bool,
         clock: Callable[[], float],
     ) -> None:
-        self.ledger_id = ledger_id
         self.budget = budget
         self.row_bytes = dict(row_bytes)
         self.epoch = 0
@@ -136,8 +133,7 @@ class EntryTable:
             request._num_rows[index],
             request.items[index].modality,
         )
-        self._next_handle += 1
-        entry = Entry(self._next_handle, scope, identifier, modality, rows, ticket, self._clock())
+        entry = self.entry(scope, identifier, modality, rows, ticket)
         if listed:
             scope[identifier] = entry
             row_bytes = self.row_bytes.get(modality)
@@ -146,41 +142,15 @@ class EntryTable:
         else:
             entry.detached = entry.sized = True
             entry.cached = False
-        self.budget.entries[entry.handle] = entry
         ticket.unsettle(entry)
         return entry
 
-    def reserve_load(self, request: MultimodalRequest, index: int) -> Entry | None:
-        """An entry for a content that nobody has and a tier will give, if that needs nobody's room; else None."""
-        scope, identifier = self.scope_of(request), request._identifiers[index]
-        modality = request.items[index].modality
-        row_bytes = self.row_bytes.get(modality)
-        nbytes = (row_bytes or 0) * request._num_rows[index]
-        if row_bytes is None or identifier in scope or nbytes > self.budget.capacity - self.budget.used:
-            return None
+    def entry(self, scope: Scope, identifier: str, modality: str, rows: int, owner: Ticket | None) -> Entry:
+        """A new entry, known by its handle and not yet by its identifier."""
         self._next_handle += 1
-        entry = Entry(self._next_handle, scope, identifier, modality, request._num_rows[index], None, self._clock())
-        scope[identifier] = self.budget.entries[entry.handle] = entry
-        self.budget.reserve(entry, nbytes)
+        entry = Entry(self._next_handle, scope, identifier, modality, rows, owner, self._clock())
+        self.budget.entries[entry.handle] = entry
         return entry
-
-    def delegate(self, ticket: Ticket, entry: Entry) -> bool:
-        """A tier loads what the lookup owned; the lookup is the first to wait for it."""
-        if entry.owner is not ticket or entry.state is not RESERVED or entry.detached:
-            return False
-        entry.owner = None
-        entry.waiters = (ticket, *entry.waiters)
-        return True
-
-    def loaded(self, entry: Entry, nbytes: int | None) -> None:
-        """A load has ended, with rows in the store or without; without, the first who waits encodes."""
-        if entry.state is not RESERVED or entry.owner is not None:
-            return
-        if nbytes is None:
-            self.counts["failed_loads"] += 1
-            self.abandon(entry)
-        else:
-            self.publish(entry, nbytes, None)
 
     def hold(self, ticket: Ticket, entry: Entry) -> None:
         """The lookup's request pins a ready entry until commit passes it."""
@@ -268,6 +238,15 @@ class EntryTable:
                 self.leave(ticket, entry)
         ticket.unsettled = None
 
+    def settle(self, ticket: Ticket, sizes: Mapping[int, int], seconds: float | None) -> None:
+        """The rows of what the lookup still owns of these items are in the store."""
+        entries = {index: ticket.entries.get(index) for index in sizes}
+        total = sum(entry.num_rows for entry in entries.values() if entry is not None) or 1
+        for index, entry in entries.items():
+            if entry is not None and entry.owner is ticket and entry.state is RESERVED:
+                self.publish(entry, sizes[index], None if seconds is None else seconds * entry.num_rows / total)
+                ticket.encoded = {*(ticket.encoded or ()), entry}
+
     def leave(self, ticket: Ticket, entry: Entry) -> None:
         """The lookup ends, or no longer needs the entry: give up what it owns, waits for, or uses uncached."""
         if entry.state is RESERVED:
@@ -291,6 +270,30 @@ class EntryTable:
         heir.mine = [*(heir.mine or ()), entry]
         self.counts["takeovers"] += 1
         self.woken.append(heir)
+
+    def shrink(self, ticket: Ticket, needed: Iterable[int]) -> list[Entry]:
+        """The lookup needs these items only; returns the entries that it has no longer."""
+        kept = {index: ticket.entries[index] for index in needed if index in ticket.entries}
+        still = set(kept.values())
+        dropped = [e for e in dict.fromkeys(ticket.entries.values()) if e is not None and e not in still]
+        ticket.entries = kept
+        for entry in dropped:
+            if ticket.unsettled and entry in ticket.unsettled:
+                ticket.unsettled.remove(entry)
+                self.leave(ticket, entry)
+        return dropped
+
+    def invalidate(self, identifier: str | None) -> None:
+        """Forget one content, or everything, and begin a new epoch; other weights may have other widths as well."""
+        self.epoch += 1
+        for scope in self.scopes.values():
+            listed = list(scope.values()) if identifier is None else [e for e in (scope.get(identifier),) if e]
+            # Ready ones first: what takes the place of a reservation should not have to evict what goes anyway.
+            for entry in sorted(listed, key=lambda entry: entry.state is RESERVED):
+                if not entry.detached:
+                    self.detach(entry, "invalidated")
+        if identifier is None:
+            self.row_bytes = dict(self._configured_row_bytes)
 
     def detach(self, entry: Entry, cause: str) -> None:
         """No new lookup finds the entry from now on; those who hold it keep it."""
@@ -342,10 +345,6 @@ class EntryTable:
                     ticket.mine = [*(ticket.mine or ()), new]
                     self.woken.append(ticket)
         self.budget.lose(entry)
-
-    def forget_widths(self) -> None:
-        """Other weights may have other widths: only the configured ones still hold."""
-        self.row_bytes = dict(self._configured_row_bytes)
 
     def _unlist(self, entry: Entry) -> None:
         if not entry.detached:

@@ -204,7 +204,7 @@ class _Simulator:
         if entry is None or entry.detached:
             return False
         for tier in self._tiers:
-            if tier.has(entry.content) and self._ledger.delegate(run.ticket, entry):
+            if tier.has(entry.content) and self._ledger.loads.delegate(run.ticket, entry):
                 payload = _payload(run.request.items[index])
                 run.moved -= payload
                 self._sums.loaded(tier.model.name, self._costs.encode(entry.num_rows), payload)
@@ -223,7 +223,7 @@ class _Simulator:
                 self._arrived(entry, nbytes)
 
     def _loaded(self, entry: Entry, nbytes: int) -> None:
-        self._ledger.loaded(entry, nbytes)
+        self._ledger.loads.loaded(entry, nbytes)
         self._arrived(entry, nbytes)
 
     def _arrived(self, entry: Entry, nbytes: int) -> None:
