@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mmcache.errors import ConfigError
+from mmcache.integers import as_int
 
 __all__ = [
     "BITS",
@@ -185,9 +186,10 @@ class PinnedRing:
     """
 
     def __init__(self, limit_bytes: int = DEFAULT_PINNED_BYTES) -> None:
-        if isinstance(limit_bytes, bool) or not isinstance(limit_bytes, int) or limit_bytes < 0:
+        limit = as_int(limit_bytes)
+        if limit is None or limit < 0:
             raise ConfigError("a pinned ring's size is an integer >= 0", found=repr(limit_bytes))
-        self.limit_bytes = limit_bytes
+        self.limit_bytes = limit
         self._slab: Tensor | None = None
         self._regions: deque[Region] = deque()
         self._head = 0

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,71 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transfer_helpers import KEPT, QWEN, cache_of, flat, image, missing, places, request_of, same, sent
 
-from mmcache.cache import CacheConfig, MultimodalCache
 from mmcache.errors import ConfigError, MissingContentError
 from mmcache.fields import FieldConfig, ItemFields, join_fields, split_fields
 from mmcache.items import MultimodalItem, MultimodalRequest, PlaceholderRange
 from mmcache.staging import PinnedRing, Staging
-from mmcache.testing import Move, SimulatedDevice
-from mmcache.transfer import EncoderBatch, Transfer, encoder_inputs
+from mmcache.testing import SimulatedDevice
+from mmcache.transfer import Transfer, encoder_inputs
 
 torch.set_num_threads(1)
-
-FLAT = FieldConfig.flat("image", [])
-KEPT = FieldConfig.batched("image", keep_on_cpu=True)
-
-
-def image(rows: int = 4, width: int = 6, seed: int = 0) -> ItemFields:
-    """Qwen's layout: flat pixels, and a grid that stays on the CPU."""
-    generator = torch.Generator().manual_seed(seed)
-    return ItemFields(
-        {
-            "pixel_values": torch.randn(rows, width, generator=generator),
-            "image_grid_thw": torch.tensor([1, 2, rows // 2]),
-        },
-        {"pixel_values": FLAT, "image_grid_thw": KEPT},
-    )
-
-
-def request_of(fields: Sequence[ItemFields | None], name: str = "r", ids: Sequence[str] = ()) -> MultimodalRequest:
-    """A request with an item of 4 tokens for each of `fields`, 2 text tokens before each."""
-    items = [
-        MultimodalItem("image", f, PlaceholderRange(6 * i + 2, 4), ids[i] if ids else f"{name}-{i}")
-        for i, f in enumerate(fields)
-    ]
-    return MultimodalRequest(name, list(range(6 * len(items) + 2)), items)
-
-
-def cache_of(**config: Any) -> MultimodalCache:
-    return MultimodalCache(CacheConfig(**{"capacity_bytes": 1 << 20, "row_bytes": {"image": 16}, **config}))
-
-
-def missing(request: MultimodalRequest, indices: Sequence[int] | None = None) -> SimpleNamespace:
-    """What a transfer asks of a lookup of which these items are missing."""
-    indices = range(len(request.items)) if indices is None else indices
-    return SimpleNamespace(
-        request=request,
-        window=(0, request.num_tokens),
-        missing=tuple(indices),
-        key=lambda i: request.items[i].identifier,
-    )
-
-
-def same(found: Any, expected: Any) -> bool:
-    if isinstance(expected, Tensor):
-        return isinstance(found, Tensor) and found.dtype == expected.dtype and torch.equal(found.cpu(), expected)
-    return isinstance(found, list) and len(found) == len(expected) and all(map(same, found, expected))
-
-
-def sent(sim: SimulatedDevice) -> list[Move]:
-    """The moves to the device (looking at results makes others)."""
-    return [move for move in sim.moves if move.target == sim.device]
-
-
-def places(batch: EncoderBatch) -> list[tuple[str, int]]:
-    return [(lookup.request.request_id, index) for lookup, index in batch.items]
-
 
 # What moves
 
@@ -294,10 +236,6 @@ def cloned(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else [cloned(v) for v in value]
 
 
-def flat(value: Any) -> list[Tensor]:
-    return [value] if isinstance(value, Tensor) else [t for v in value for t in flat(v)]
-
-
 def test_on_the_cpu_neighbours_join_without_a_copy() -> None:
     pixels = torch.randn(9, 4)
     items = items_of({"x": pixels}, {"x": FieldConfig.flat_from_sizes("image", [2, 3, 4])})
@@ -341,293 +279,36 @@ def test_a_shared_field_is_sent_once_however_many_batches_have_it() -> None:
         assert sum(m.nbytes for m in sent(sim)) == lookup.bytes.transfer == 400 + 8 + 12
 
 
-# Staging
+@pytest.mark.parametrize("device", ["cud", None, "cuda:x"])
+def test_a_device_that_does_not_exist_is_named(device: Any) -> None:
+    with pytest.raises(ConfigError, match="device"):
+        encoder_inputs([missing(request_of([image()]))], device)
+    with pytest.raises(ConfigError, match="device"):
+        Transfer(device)
 
 
-@pytest.mark.parametrize("pinned_bytes", [0, 4096, 1 << 20])
-def test_without_room_in_pinned_memory_the_way_is_slower_and_right(pinned_bytes: int) -> None:
-    fields = [image(50, 100, seed=i) for i in range(3)]
-    with SimulatedDevice("cuda:0") as sim:
-        transfer = Transfer("cuda:0", staging=Staging(sim.device, PinnedRing(pinned_bytes)))
-        [batch] = transfer.encoder_inputs([missing(request_of(fields))])
-        assert same(batch.kwargs["pixel_values"], torch.cat([f["pixel_values"] for f in fields]))
-        assert transfer.moved_bytes == 60000
-        assert transfer.pageable_bytes == (60000 if pinned_bytes < 60000 else 0)
-
-
-def test_large_fields_go_in_pieces_that_fit_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmcache.transfer.sending._PIECE_BYTES", 4096)
-    fields = [image(rows, 100, seed=rows) for rows in (50, 2, 4, 30)]
-    with SimulatedDevice("cuda:0") as sim:
-        transfer = Transfer("cuda:0", staging=Staging(sim.device, PinnedRing(1 << 20)))
-        [batch] = transfer.encoder_inputs([missing(request_of(fields))])
-        assert same(batch.kwargs["pixel_values"], torch.cat([f["pixel_values"] for f in fields]))
-        assert max(m.nbytes for m in sent(sim)) <= 4096
-        assert sum(m.nbytes for m in sent(sim)) == 86 * 400
-        assert not [m for m in sent(sim) if m.blocks]
-
-
-def test_tensors_of_any_strides_are_staged_right() -> None:
-    base = torch.randn(6, 40)
-    fields = [
-        ItemFields({"x": x}, {"x": FLAT}) for x in (base.t()[::2], base.t()[1::2], torch.randn(1, 6).expand(5, 6))
+def test_batches_of_several_requests_whose_fields_differ() -> None:
+    narrow, wide = image(4, 6), image(4, 8, seed=1)
+    half = ItemFields({"pixel_values": torch.ones(2, 6).half(), "image_grid_thw": torch.tensor([1, 2, 1])}, QWEN)
+    more = ItemFields(
+        {"pixel_values": torch.ones(4, 6), "extra": torch.ones(1), "image_grid_thw": torch.tensor([1, 2, 2])},
+        {**QWEN, "extra": FieldConfig.batched("image")},
+    )
+    lookups = [
+        missing(request_of([narrow, wide, half], "p")),
+        missing(request_of([more, image(6, 6, seed=3)], "q")),
+        missing(request_of([image(2, 8, seed=4), half], "s", ["s-0", "p-2"])),
     ]
-    with SimulatedDevice("cuda:0"):
-        [batch] = encoder_inputs([missing(request_of(fields))], "cuda:0")
-        assert same(batch.kwargs["x"], torch.cat([f["x"] for f in fields]))
-
-
-def test_a_pinned_tensor_is_sent_as_it_is() -> None:
-    with SimulatedDevice("cuda:0") as sim:
-        pinned = sim.pin(torch.randn(4, 6))
-        ring = PinnedRing(1 << 20)
-        transfer = Transfer("cuda:0", staging=Staging(sim.device, ring))
-        [batch] = transfer.encoder_inputs([missing(request_of([ItemFields({"x": pinned}, {"x": FLAT})]))])
-        assert same(batch.kwargs["x"], pinned)
-        assert [(m.nbytes, m.blocks) for m in sent(sim)] == [(96, False)]
-        assert ring.used_bytes == 0
-
-
-def test_what_is_on_the_device_already_is_not_sent() -> None:
-    with SimulatedDevice("cuda:0") as sim:
-        here, there = torch.randn(4, 6), sim.to_device(torch.randn(2, 6))
-        fields = [ItemFields({"x": x}, {"x": FLAT}) for x in (here, there)]
-        [batch] = encoder_inputs([missing(request_of(fields))], "cuda:0")
-        assert batch.moved_bytes == 96 == sum(m.nbytes for m in sent(sim))
-        assert same(batch.kwargs["x"], torch.cat([here, there.cpu()]))
-
-
-def test_payload_on_a_device_comes_to_a_cpu_encoder_and_metadata_never_leaves() -> None:
-    with SimulatedDevice("cuda:0") as sim:
-        fields = ItemFields(
-            {
-                "x": sim.to_device(torch.ones(2, 2)),
-                "grid": [sim.to_device(torch.ones(3)), [sim.to_device(torch.ones(1))]],
-            },
-            {"x": FLAT, "grid": KEPT},
-        )
-        request = request_of([fields])
-        sim.clear()
-        for device in ("cpu", "cuda:0"):
-            [batch] = encoder_inputs([missing(request)], device)
-            assert str(batch.kwargs["x"].device) == device  # type: ignore[union-attr]
-            assert all(t.device.type == "cpu" for t in flat(batch.kwargs["grid"]))
-        assert len(sim.moves) == 1
-
-
-# Again
-
-
-def test_a_tensor_on_the_device_is_not_sent_again_while_it_lives() -> None:
-    fields = [image(4, seed=i) for i in range(3)]
-    request = request_of(fields)
-    with SimulatedDevice("cuda:0") as sim:
-        transfer = Transfer("cuda:0", staging=Staging(sim.device, PinnedRing(1 << 20)))
-        [first] = transfer.encoder_inputs([missing(request, (0, 1))])
-        [again] = transfer.encoder_inputs([missing(request_of(fields, "s", ["r-0", "r-1", "r-2"]))])
-        assert (first.moved_bytes, again.moved_bytes) == (192, 96)
-        assert same(again.kwargs["pixel_values"], torch.cat([f["pixel_values"] for f in fields]))
-        del first, again
-        gc.collect()
-        [anew] = transfer.encoder_inputs([missing(request)])
-        assert anew.moved_bytes == 288
-
-
-def test_caches_share_nothing_on_the_device_even_for_one_identifier() -> None:
-    first, second = image(seed=1), image(seed=2)  # one content, two models' processors
-    with SimulatedDevice("cuda:0") as sim:
-        transfer = Transfer("cuda:0", staging=Staging(sim.device, PinnedRing(1 << 20)))
-        lookups = [cache_of().lookup(request_of([f], ids=["a"]), num_computed_tokens=0) for f in (first, second)]
-        [one], [two] = (transfer.encoder_inputs([lookup]) for lookup in lookups)
-        assert same(one.kwargs["pixel_values"], first["pixel_values"])
-        assert same(two.kwargs["pixel_values"], second["pixel_values"])
-        [both] = transfer.encoder_inputs(lookups)
-        assert len(both.items) == 2
-        for lookup in lookups:
-            lookup.release()
-
-
-def test_a_tensor_that_the_model_wrote_to_is_sent_again() -> None:
-    request = request_of([image()])
-    with SimulatedDevice("cuda:0") as sim:
-        transfer = Transfer("cuda:0", staging=Staging(sim.device, PinnedRing(1 << 20)))
-        [first] = transfer.encoder_inputs([missing(request)])
-        first.kwargs["pixel_values"].mul_(2)  # type: ignore[union-attr]
-        [again] = transfer.encoder_inputs([missing(request)])
-        assert again.moved_bytes == 96
-        assert same(again.kwargs["pixel_values"], request.items[0].fields["pixel_values"])  # type: ignore[index]
-
-
-def test_chunks_move_an_item_when_its_window_comes() -> None:
-    cache = cache_of()
-    request = request_of([image(seed=i) for i in range(3)])
-    moved = []
-    with SimulatedDevice("cuda:0"):
-        for start in range(0, 20, 4):
-            with cache.lookup(request, num_computed_tokens=start, num_scheduled_tokens=4) as lookup:
-                batches = encoder_inputs([lookup], "cuda:0")
-                moved.append(sum(b.moved_bytes for b in batches))
-                assert moved[-1] == lookup.bytes.transfer
-                for batch in batches:
-                    cache.insert(lookup, {index: torch.ones(4, 4) for _, index in batch.items})
-            cache.commit(request, start + 4)
-    assert moved == [96, 0, 96, 96, 0]
-
-
-def test_prefetch_sends_the_next_window_ahead_within_its_bounds() -> None:
-    cache = cache_of()
-    fields = [image(4, seed=i) for i in range(4)]
-    request = request_of(fields)
-    with SimulatedDevice("cuda:0") as sim:
-        transfer = Transfer("cuda:0", prefetch_bytes=200, staging=Staging(sim.device, PinnedRing(1 << 20)))
-        with cache.lookup(request, num_computed_tokens=0, num_scheduled_tokens=8) as lookup:
-            [batch] = transfer.encoder_inputs([lookup])
-            assert batch.moved_bytes == 96
-            assert transfer.prefetch([lookup], 6) == 96  # item 1 begins at token 8
-            assert transfer.prefetch([lookup], 6) == 0
-            cache.insert(lookup, [torch.ones(4, 4)])
-        cache.commit(request, 8)
-        with cache.lookup(request, num_computed_tokens=8, num_scheduled_tokens=6) as lookup:
-            [batch] = transfer.encoder_inputs([lookup])
-            assert batch.moved_bytes == 0
-            assert same(batch.kwargs["pixel_values"], fields[1]["pixel_values"])
-            assert not [move for move in sent(sim) if move.blocks]
-            del batch
-            assert transfer.prefetch([lookup], 100) == 192
-        small = Transfer("cuda:0", prefetch_bytes=100, staging=Staging(sim.device, PinnedRing(1 << 20)))
-        with cache.lookup(request, num_computed_tokens=8, num_scheduled_tokens=6) as lookup:
-            assert small.prefetch([lookup], 100) == 192  # one after the other: the older gave way
-        with cache.lookup(request, num_computed_tokens=14) as lookup:
-            [batch] = small.encoder_inputs([lookup])
-            assert batch.moved_bytes == 96
-        assert Transfer("cuda:0", prefetch_bytes=95).prefetch([missing(request, ())], 100) == 0
-    assert Transfer("cpu", prefetch_bytes=1000).prefetch([missing(request, ())], 100) == 0
-
-
-@pytest.mark.parametrize("size", [-1, 1.5, True])
-def test_sizes_are_counts(size: Any) -> None:
-    with pytest.raises(ConfigError):
-        Transfer("cpu", prefetch_bytes=size)
-    with pytest.raises(ConfigError):
-        PinnedRing(size)
-
-
-# The ring: a buffer is used again only after the copy out of it
-
-
-class LateEvents:
-    """Streams whose events pass when the test says so."""
-
-    def __init__(self) -> None:
-        self.events: list[SimpleNamespace] = []
-        self.order: list[str] = []
-
-    def side(self) -> Any:
-        streams = self
-
-        class Side:
-            def __enter__(self) -> None:
-                streams.order.append("side")
-
-            def __exit__(self, *exc: object) -> None:
-                streams.order.append("back")
-
-        return Side()
-
-    def record(self) -> Any:
-        event = SimpleNamespace(passed=False)
-        event.query = lambda: event.passed
-        self.events.append(event)
-        self.order.append("record")
-        return event
-
-    def wait(self, event: Any) -> None:
-        assert any(event is known for known in self.events)
-        self.order.append("wait")
-
-    def used(self, tensor: Tensor) -> None:
-        self.order.append("used")
-
-
-def test_a_region_is_used_again_only_after_its_event() -> None:
-    with SimulatedDevice("cuda:0") as sim:
-        streams, ring = LateEvents(), PinnedRing(4096)
-        transfer = Transfer("cuda:0", staging=Staging(sim.device, ring, streams))
-
-        def send(seed: int) -> EncoderBatch:
-            return transfer.encoder_inputs([missing(request_of([image(100, 6, seed)], ids=[f"x{seed}"]))])[0]
-
-        first = send(0)
-        assert ring.used_bytes == 2560
-        second = send(1)  # the first copy may be under way: no room
-        assert transfer.pageable_bytes == 2400
-        assert ring.used_bytes == 2560
-        for event in streams.events:
-            event.passed = True
-        assert ring.used_bytes == 0
-        third = send(2)
-        assert transfer.pageable_bytes == 2400
-        for seed, batch in enumerate((first, second, third)):
-            assert same(batch.kwargs["pixel_values"], image(100, 6, seed)["pixel_values"])
-
-
-def test_copies_run_beside_and_the_consumer_waits_for_them() -> None:
-    with SimulatedDevice("cuda:0") as sim:
-        streams = LateEvents()
-        transfer = Transfer("cuda:0", staging=Staging(sim.device, PinnedRing(4096), streams))
-        held = transfer.encoder_inputs([missing(request_of([image()]))])
-        assert streams.order == ["side", "record", "back", "wait", "used", "record"]
-        streams.order.clear()
-        transfer.encoder_inputs([missing(request_of([image()]))])  # may run on another stream than the first
-        assert streams.order == ["wait", "used", "record"]
-        del held
-
-
-def test_the_ring_hands_out_regions_that_never_overlap() -> None:
-    with SimulatedDevice("cuda:0"):
-        ring = PinnedRing(8 * 512)
-        live: list[Any] = []
-        generator = torch.Generator().manual_seed(0)
-        taken = refused = 0
-        for step in range(800):
-            size = int(torch.randint(1, 2000, (1,), generator=generator))
-            region = ring.take(size)
-            if region is None:
-                refused += 1
-            else:
-                taken += 1
-                assert region.buffer.shape == (size,)
-                assert region.buffer.is_pinned()
-                region.buffer.fill_(step % 251)
-                live.append((region, step % 251))
-            for held, value in live:
-                assert held.buffer.eq(value).all()
-            if live and (region is None or step % 3 == 0):
-                live.pop(int(torch.randint(0, len(live), (1,), generator=generator)))[0].release()
-            assert ring.used_bytes <= ring.limit_bytes
-        for held, _ in live:
-            held.release()
-        assert ring.used_bytes == 0
-        assert taken > 200
-        assert refused > 40
-
-
-def test_memory_that_cannot_be_pinned_is_not_needed() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("memory can be pinned here")
-    assert PinnedRing(4096).take(100) is None
-    staged, region = Staging(torch.device("meta"), PinnedRing(4096)).take((2, 3), torch.float32)
-    assert (staged.shape, region) == ((2, 3), None)
-
-
-def test_a_failed_write_gives_its_region_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object) -> None:
-        raise RuntimeError("no")
-
-    with SimulatedDevice("cuda:0") as sim:
-        ring = PinnedRing(4096)
-        transfer = Transfer("cuda:0", staging=Staging(sim.device, ring))
-        monkeypatch.setattr("mmcache.transfer.sending.fill", fail)
-        with pytest.raises(RuntimeError, match="no"):
-            transfer.encoder_inputs([missing(request_of([image()]))])
-        assert ring.used_bytes == 0
+    for device in ("cpu", "cuda:0"):
+        with SimulatedDevice("cuda:0") as sim:
+            batches = encoder_inputs(lookups, device)
+            assert sim.host_reads == sim.mixes == []
+            assert [places(b) for b in batches] == [
+                [("p", 0), ("q", 1)],
+                [("p", 1), ("s", 0)],
+                [("p", 2)],  # the same content again in "s"
+                [("q", 0)],
+            ]
+            for batch in batches:
+                expected = join_fields([lookup.request.items[index].fields for lookup, index in batch.items])
+                assert all(same(batch.kwargs[name], value) for name, value in expected.items())

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from operator import index as index_of
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from mmcache.errors import EmbeddingError, UnresolvedItemError, WindowError
+from mmcache.integers import as_int
 from mmcache.items import MultimodalRequest, PlaceholderRange
 from mmcache.merge.blocks import Block, evenly_spaced
 from mmcache.merge.checks import check_rows, overlap, rows_of
@@ -75,11 +75,8 @@ class MergePlan:
         Raises:
             WindowError: a negative shift.
         """
-        try:
-            ahead = -1 if isinstance(shift, bool) else index_of(shift)
-        except TypeError:
-            ahead = -1
-        if ahead < 0:
+        ahead = as_int(shift)
+        if ahead is None or ahead < 0:
             raise WindowError("a merge is shifted by an integer >= 0", found=repr(shift))
         self._skip_unresolved = skip_unresolved
         self._parts: list[_Part] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any, Protocol
@@ -12,15 +13,16 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from mmcache.errors import ConfigError, MissingContentError
+from mmcache.errors import ConfigError, MissingContentError, WindowError
 from mmcache.fields import FieldConfig, FieldValue, ItemFields, join_fields
 from mmcache.fields.values import content_of, value_bytes
+from mmcache.integers import as_int
 from mmcache.items import MultimodalRequest
 from mmcache.planning import needed_items
 from mmcache.staging import Event, Staging, staging_for
 from mmcache.transfer.sending import Sender, leaves
 
-__all__ = ["EncoderBatch", "Transfer", "TransferLookup", "encoder_inputs"]
+__all__ = ["EncoderBatch", "PrefetchLookup", "Transfer", "TransferLookup", "encoder_inputs"]
 
 
 class TransferLookup(Protocol):
@@ -40,6 +42,13 @@ class TransferLookup(Protocol):
 
     def key(self, index: int) -> Hashable:
         """Equal for two items, of whatever lookups, whose rows are the same; of two caches no items are."""
+
+
+class PrefetchLookup(TransferLookup, Protocol):
+    """What `Transfer.prefetch` asks of a lookup besides."""
+
+    def holds(self, index: int) -> bool:
+        """Whether rows of an item, of this step or a later one, are stored, given or on their way."""
 
 
 class _Resident:
@@ -98,11 +107,12 @@ def encoder_inputs(lookups: Sequence[TransferLookup], device: torch.device | str
 
     Raises:
         MissingContentError: items to encode came as metadata only; names the request and all such items of it.
+        ConfigError: PyTorch knows no such device.
     """
     lookups = list(lookups)
     if not any(lookup.missing for lookup in lookups):
         return []
-    return _transfer_to(_with_index(torch.device(device))).encoder_inputs(lookups)
+    return _transfer_to(_device_of(device)).encoder_inputs(lookups)
 
 
 class Transfer:
@@ -123,15 +133,16 @@ class Transfer:
             staging: pinned ring and streams to use instead of the process's.
 
         Raises:
-            ConfigError: a negative number of bytes.
+            ConfigError: `prefetch_bytes` is no integer >= 0, or PyTorch knows no such device.
         """
-        if isinstance(prefetch_bytes, bool) or not isinstance(prefetch_bytes, int) or prefetch_bytes < 0:
+        most = as_int(prefetch_bytes)
+        if most is None or most < 0:
             raise ConfigError("prefetch_bytes is an integer >= 0", found=repr(prefetch_bytes))
-        self.device = _with_index(torch.device(device))
+        self.device = _device_of(device)
         self.moved_bytes = 0
         self.pageable_bytes = 0
         self._staging = staging_for(self.device) if staging is None else staging
-        self._prefetch_bytes = prefetch_bytes
+        self._prefetch_bytes = most
         self._prefetched: OrderedDict[Hashable, list[_Resident]] = OrderedDict()
         self._prefetched_bytes = 0
         self._resident: WeakValueDictionary[tuple[Hashable, str], _Resident] = WeakValueDictionary()
@@ -144,24 +155,37 @@ class Transfer:
         shared: dict[int, FieldValue] = {}
         return [self._batch(group, shared) for group in groups.values()]
 
-    def prefetch(self, lookups: Sequence[TransferLookup], num_tokens: int) -> int:
+    def prefetch(self, lookups: Sequence[PrefetchLookup], num_tokens: int) -> int:
         """Send the payload of items that begin in the `num_tokens` tokens after each window, for a later step.
 
-        What is held is bounded by `prefetch_bytes`: the oldest gives way; an item larger than that is not sent.
+        Items whose rows are stored or on their way are left out, as are shared fields and items of which only metadata
+        is here. What is held is bounded by `prefetch_bytes`: the oldest gives way; an item larger than that is not
+        sent. On the CPU there is nothing to do.
+
+        Args:
+            lookups: of this step.
+            num_tokens: at least 0; what lies beyond a request's end does not matter.
 
         Returns:
             Bytes sent.
+
+        Raises:
+            WindowError: `num_tokens` is no integer >= 0.
         """
+        count = as_int(num_tokens)
+        if count is None or count < 0:
+            raise WindowError("a number of tokens is an integer >= 0", found=repr(num_tokens))
         if self.device.type == "cpu":
             return 0
         before = self.moved_bytes
         for lookup in lookups:
             request, (_, end) = lookup.request, lookup.window
             missing = set(lookup.missing)
-            for index in needed_items(request, end, end + num_tokens)[2]:
-                fields = request.items[index].fields
-                if index not in missing and fields is not None and request.items[index].placeholder.first_row >= end:
-                    self._prefetch(lookup.key(index), fields)
+            for index in needed_items(request, end, end + count)[2]:
+                item = request.items[index]
+                begins = item.placeholder.first_row >= end
+                if begins and index not in missing and item.fields is not None and not lookup.holds(index):
+                    self._prefetch(lookup.key(index), item.fields)
         return self.moved_bytes - before
 
     def _prefetch(self, key: Hashable, fields: ItemFields) -> None:
@@ -171,7 +195,8 @@ class Transfer:
         while self._prefetched_bytes + fields.payload_bytes > self._prefetch_bytes:
             self._forget(next(iter(self._prefetched)))
         sender = Sender(self._staging)
-        values = {name: sender.move(fields[name]) for name in names}
+        with _versioned():
+            values = {name: sender.move(fields[name]) for name in names}
         arrival = self._count(sender)
         held = {name: _Resident(value, arrival) for name, value in values.items()}
         for name, resident in held.items():
@@ -187,12 +212,23 @@ class Transfer:
         self, group: Sequence[tuple[TransferLookup, int, ItemFields]], shared: dict[int, FieldValue]
     ) -> EncoderBatch:
         """The batch of a group; `shared`: values of shared fields that this call has sent already, by identity."""
-        first_lookup, first_index, first = group[0]
+        first_lookup, first_index, _ = group[0]
         modality = first_lookup.request.items[first_index].modality
         places: list[tuple[Any, int]] = [(lookup, index) for lookup, index, _ in group]
         fields = [entry[2] for entry in group]
         if self.device.type == "cpu":
             return EncoderBatch(modality, places, {n: _to_cpu(v) for n, v in join_fields(fields).items()})
+        with _versioned():
+            return self._sent_batch(modality, places, fields, shared)
+
+    def _sent_batch(
+        self,
+        modality: str,
+        places: list[tuple[Any, int]],
+        fields: Sequence[ItemFields],
+        shared: dict[int, FieldValue],
+    ) -> EncoderBatch:
+        first = fields[0]
         kept = join_fields([_kept(item) for item in fields])
         keys = [lookup.key(index) for lookup, index in places]
         kwargs: dict[str, FieldValue] = {}
@@ -299,6 +335,13 @@ def _to_cpu(value: FieldValue) -> FieldValue:
     return value.cpu() if isinstance(value, Tensor) else [_to_cpu(entry) for entry in value]
 
 
+@contextmanager
+def _versioned() -> Iterator[None]:
+    """What is made in here is a plain tensor: in inference mode, too, PyTorch counts the writes to it."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 def _versions(value: FieldValue) -> tuple[int, ...]:
     return tuple(0 if tensor.is_inference() else tensor._version for tensor in leaves(value))
 
@@ -323,8 +366,12 @@ def _parts(joined: FieldValue, values: Sequence[FieldValue], config: FieldConfig
             yield next(entries)
 
 
-def _with_index(device: torch.device) -> torch.device:
+def _device_of(name: torch.device | str) -> torch.device:
     """`cuda` as the tensors that are made there name it, `cuda:0`."""
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError("there is no such device", found=repr(name)) from error
     return device if device.type == "cpu" or device.index is not None else torch.empty(0, device=device).device
 
 

@@ -92,7 +92,7 @@ class Sender:
         first = tensors[0]
         if len(tensors) == 1 and first.is_contiguous() and first.is_pinned():
             with self._streams.side():
-                sent = first.to(self.device, non_blocking=True)
+                sent = first.detach().to(self.device, non_blocking=True)
                 sent_by = self._streams.record()
             self.moved_bytes += first.numel() * first.element_size()
             return self._arrived(sent, sent_by)
