@@ -170,7 +170,7 @@ def test_pins_of_several_entries_at_once(policy: EvictionPolicy) -> None:
     policy.pin([0])  # a second request's
     policy.remove(2)  # gone
     policy.unpin([0, 1, 2, 4, 9])
-    assert drain(policy) == ([4, 1, 0] if type(policy) is GdsfPolicy else [4, 0, 1])
+    assert drain(policy) == ([4, 0, 1] if type(policy) is LruPolicy else [4, 1, 0])
 
 
 def test_pinned_entries_are_never_lost(policy: EvictionPolicy) -> None:
@@ -184,16 +184,52 @@ def test_pinned_entries_are_never_lost(policy: EvictionPolicy) -> None:
     assert drain(policy) == ["kept"]
 
 
-def test_without_a_queue_uses_lift_an_entry_only_so_far() -> None:
-    """A picture that a conversation used every turn does not outlive many that came after it."""
-    policy = QueueAwarePolicy()
-    policy.add("often", 10)
-    for _ in range(100):
-        policy.touch("often")
-    for key in range(3):
-        policy.add(key, 10)
-        policy.touch(key)
-    assert drain(policy)[0] == "often"
+class TestLearning:
+    """Without a queue, how much uses count follows what is wanted again after its eviction."""
+
+    @staticmethod
+    def wanted_again(times: int, uses: int) -> QueueAwarePolicy:
+        """50 entries, and each time the content that was evicted last is wanted again."""
+        policy = QueueAwarePolicy()
+        contents: dict[Any, int] = {}
+        for n in range(50 + times):
+            contents[n] = n if n < 50 else contents[policy.victim()]
+            policy.add(n, 10, 1.0, contents[n])
+            for _ in range(uses - 1):
+                policy.touch(n)
+        return policy
+
+    @staticmethod
+    def two_uses_outweigh(cost: float, policy: QueueAwarePolicy) -> bool:
+        drain(policy)
+        policy.add("twice", 10, 1.0)
+        policy.touch("twice")
+        policy.add("dearer", 10, cost)
+        return policy.victim() == "dearer"
+
+    def test_at_first_a_second_use_is_worth_half(self) -> None:
+        assert self.two_uses_outweigh(1.4, QueueAwarePolicy())
+        assert not self.two_uses_outweigh(1.6, QueueAwarePolicy())
+
+    def test_towards_gdsf_where_contents_come_back_that_were_used_often(self) -> None:
+        assert self.two_uses_outweigh(1.9, self.wanted_again(40, uses=2))
+
+    def test_towards_lru_where_contents_come_back_that_were_used_once(self) -> None:
+        assert not self.two_uses_outweigh(1.1, self.wanted_again(40, uses=1))
+        assert not self.two_uses_outweigh(1.0, self.wanted_again(40, uses=1))
+
+    def test_a_few_that_come_back_change_little(self) -> None:
+        assert self.two_uses_outweigh(1.3, self.wanted_again(5, uses=1))
+        assert not self.two_uses_outweigh(1.7, self.wanted_again(5, uses=2))
+
+    def test_contents_are_remembered_for_as_long_as_there_are_entries(self) -> None:
+        policy = QueueAwarePolicy()
+        for n in range(10):
+            policy.add(n, 10, 1.0, n)
+        for n in range(10, 5000):
+            policy.victim()
+            policy.add(n, 10, 1.0, n)
+        assert sum(len(v) for v in vars(policy).values() if isinstance(v, (list, dict))) < 100
 
 
 class TestQueue:
@@ -277,50 +313,51 @@ class AgainstModel(RuleBasedStateMachine):
         self.entries: dict[int, dict[str, Any]] = {}
         self.pinned: set[int] = set()
         self.age = 0.0
-        self.tick = self.count = 0
-        self.mean = self.square = 0.0
+        self.tick = 0
+        self.weight = 1.0 if gdsf else 0.5
+        self.ghosts: list[tuple[int, bool]] = []  # content, whether it was used more than once; oldest first
 
-    def limit(self, value: float) -> float:
-        """Up to one and a half times the mean value and four standard deviations; no limit for plain GDSF."""
-        if not self.can_announce:
-            return math.inf
-        self.count += 1
-        self.mean += (value - self.mean) / self.count
-        self.square += (value * value - self.square) / self.count
-        return max(value, 1.5 * self.mean + 4 * math.sqrt(max(0.0, self.square - self.mean * self.mean)))
+    def held(self) -> int:
+        return sum(entry["live"] for entry in self.entries.values()) + len(self.pinned)
 
-    def priority(self, entry: dict[str, Any]) -> float:
-        return self.age + min(entry["uses"] * entry["value"], entry["limit"])
+    def learn(self, content: int) -> None:
+        """A content is admitted; if it was evicted before, that says which kind is evicted too soon."""
+        often = dict(self.ghosts).get(content)
+        if often is None:
+            return
+        same = sum(other == often for _, other in self.ghosts)
+        step = max(1.0, (len(self.ghosts) - same) / same) / (self.held() + 1)
+        self.weight = min(1.0, self.weight + step) if often else max(0.0, self.weight - step)
+        self.ghosts = [ghost for ghost in self.ghosts if ghost[0] != content]
 
-    def next_tick(self) -> int:
+    def rank(self, entry: dict[str, Any]) -> None:
         self.tick += 1
-        return self.tick
+        entry["tick"] = self.tick
+        worth = entry["value"] * (1.0 + self.weight * (entry["uses"] - 1))
+        entry["priority"] = max(entry["priority"], self.age + worth)
 
     @rule(key=st.integers(0, 12), nbytes=st.integers(1, 3), cost=st.integers(0, 3))
     def add(self, key: int, nbytes: int, cost: int) -> None:
         self.policy.add(key, nbytes, float(cost), key % 6)
-        self.pinned.discard(key)
         entry = self.entries.get(key)
-        value = cost / nbytes
-        if entry is None:
-            entry = self.entries[key] = {"uses": 1, "live": False, "shape": None}
-        if entry["shape"] != (nbytes, cost):
-            entry["limit"] = self.limit(value)
-            entry["value"] = value
-        if not entry["live"] or entry["shape"] != (nbytes, cost):
-            entry.update(
-                live=True,
-                shape=(nbytes, cost),
-                priority=self.priority(entry),
-                tick=self.next_tick(),
-            )
+        if entry is None or entry["shape"] != (nbytes, cost):
+            uses = 1 if entry is None else entry["uses"]
+            self.pinned.discard(key)
+            entry = {"uses": uses, "live": False, "shape": (nbytes, cost), "value": cost / nbytes, "priority": 0.0}
+            self.entries[key] = entry
+            if self.can_announce:
+                self.learn(key % 6)
+        self.pinned.discard(key)
+        if not entry["live"]:
+            entry["live"] = True
+            self.rank(entry)
 
     @rule(key=st.integers(0, 12))
     def touch(self, key: int) -> None:
         self.policy.touch(key)
         if entry := self.entries.get(key):
             entry["uses"] += 1
-            entry.update(priority=self.priority(entry), tick=self.next_tick())
+            self.rank(entry)
 
     @rule(key=st.integers(0, 12))
     def remove(self, key: int) -> None:
@@ -346,7 +383,8 @@ class AgainstModel(RuleBasedStateMachine):
             if key in self.pinned:
                 self.pinned.remove(key)
                 entry = self.entries[key]
-                entry.update(live=True, priority=self.priority(entry), tick=self.next_tick())
+                entry["live"] = True
+                self.rank(entry)
 
     @rule(position=st.integers(0, 8), contents=st.lists(st.integers(0, 5), max_size=3))
     def announce(self, position: int, contents: list[int]) -> None:
@@ -378,7 +416,12 @@ class AgainstModel(RuleBasedStateMachine):
         else:
             assert found in live
             assert needed[found % 6] == max(needed[key % 6] for key in live)
-        self.age = max(self.age, self.entries.pop(found)["priority"])
+        gone = self.entries.pop(found)
+        self.age = max(self.age, gone["priority"])
+        if free and self.can_announce:
+            self.ghosts = [ghost for ghost in self.ghosts if ghost[0] != found % 6]
+            self.ghosts.append((found % 6, gone["uses"] > 1))
+            del self.ghosts[: -max(1, self.held())]
 
     @invariant()
     def counts(self) -> None:
