@@ -16,6 +16,7 @@ from typing import Literal
 from cachetools import TTLCache
 
 from mmcache.errors import ConfigError, ContentConflictError, RequestError, UnknownClientIdError
+from mmcache.integers import as_int
 from mmcache.namespaces import Namespace, namespace_fingerprint
 
 __all__ = ["ClientIds"]
@@ -53,7 +54,8 @@ class ClientIds:
         Raises:
             ConfigError: a value that cannot work.
         """
-        if isinstance(max_bindings, bool) or not isinstance(max_bindings, int) or max_bindings < 1:
+        number = as_int(max_bindings)
+        if number is None or number < 1:
             raise ConfigError("max_bindings is an integer >= 1", field="max_bindings", found=repr(max_bindings))
         if isinstance(ttl_seconds, bool) or not isinstance(ttl_seconds, int | float) or not ttl_seconds > 0:
             raise ConfigError("a time to live is positive", field="ttl_seconds", found=repr(ttl_seconds))
@@ -64,7 +66,7 @@ class ClientIds:
         namespace_fingerprint(namespace)
         self._namespace = namespace
         self._replace = on_conflict == "replace"
-        self._bindings: TTLCache[bytes, str] = TTLCache(max_bindings, ttl_seconds, timer=clock)
+        self._bindings: TTLCache[bytes, str] = TTLCache(number, ttl_seconds, timer=clock)
         self._lock = threading.Lock()
         self._conflicts = self._unknown = 0
 

@@ -7,7 +7,7 @@ can never hit an entry that was admitted anew.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +15,11 @@ from torch import Tensor
 
 from mmcache.errors import EmbeddingError, UnresolvedItemError
 from mmcache.fields import owns_memory
+from mmcache.integers import as_int
 from mmcache.planning import ItemStatus, PlannedItem, StepPlan
 from mmcache.staging import Event, staging_for
 
-__all__ = ["EmbeddingStore", "StoreReport", "check_rows"]
+__all__ = ["EmbeddingStore", "StoreReport", "asked_for", "check_rows"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,16 +140,10 @@ class EmbeddingStore:
             EmbeddingError: an index is not missing, or its rows do not fit; nothing is kept then.
         """
         planned = {item.index: item for item in plan.items}
-        for index, rows in embeddings.items():
-            if index not in plan.missing:
-                raise EmbeddingError(
-                    "rows for an item that is not this plan's to encode",
-                    request_id=plan.request_id,
-                    item=index,
-                    expected=f"one of {list(plan.missing)}",
-                )
+        rows_of = asked_for(embeddings, plan.missing, plan.request_id)
+        for index, rows in rows_of.items():
             check_rows(rows, planned[index].num_rows, plan.request_id, index)
-        return {index: self.put(planned[index].handle, rows, copy=copy) for index, rows in embeddings.items()}
+        return {index: self.put(planned[index].handle, rows, copy=copy) for index, rows in rows_of.items()}
 
     def report(self) -> StoreReport:
         """All that is held, for `EncoderLedger.reconcile`."""
@@ -174,6 +169,27 @@ class EmbeddingStore:
         return _Held(rows, _written(rows))
 
 
+def asked_for(embeddings: Mapping[int, Tensor], missing: Sequence[int], request_id: str) -> dict[int, Tensor]:
+    """Rows by item index, for items that are to be encoded.
+
+    Raises:
+        EmbeddingError: an index is not among the missing ones.
+    """
+    rows_of = {}
+    for key, rows in embeddings.items():
+        index = as_int(key)
+        if index is None or index not in missing:
+            raise EmbeddingError(
+                "embeddings for an item that is not this step's to encode",
+                request_id=request_id,
+                item=index,
+                expected=f"one of {list(missing)}",
+                found=repr(key),
+            )
+        rows_of[index] = rows
+    return rows_of
+
+
 def check_rows(rows: object, num_rows: int, request_id: str, index: int) -> Tensor:
     """The rows, if they can be the embeddings of an item with that many.
 
@@ -183,6 +199,13 @@ def check_rows(rows: object, num_rows: int, request_id: str, index: int) -> Tens
     if not isinstance(rows, Tensor):
         raise EmbeddingError(
             "embeddings are tensors", request_id=request_id, item=index, expected="Tensor", found=type(rows).__name__
+        )
+    if rows.layout is not torch.strided or rows.is_nested or rows.is_meta:
+        raise EmbeddingError(
+            "embeddings are dense tensors that hold their values",
+            request_id=request_id,
+            item=index,
+            found=f"{rows.layout}, {rows.device}",
         )
     if rows.dim() != 2 or rows.shape[0] != num_rows or not rows.shape[1]:
         raise EmbeddingError(

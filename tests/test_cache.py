@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
 import threading
 from typing import Any
 
@@ -25,6 +27,7 @@ from mmcache import (
     ReleasedError,
     RequestError,
     UnresolvedItemError,
+    UnsupportedError,
     encoder_inputs,
     make_policy,
 )
@@ -361,6 +364,43 @@ def test_waiting_requests_cannot_block_each_other(make: Any) -> None:
     assert step(cache, first) == ["a"]
 
 
+def test_a_scheduler_whose_requests_wait_for_each_other_s_room_gets_through(make: Any) -> None:
+    """KV blocks for 14 tokens, and room for the rows of two images; three requests of 14 tokens and two images each.
+
+    Two begin; soon there are no blocks for both, and the later one gives up its tokens and waits, in the middle of an
+    image. Did it keep that image's rows, the other would not find room for two of its own.
+    """
+    cache = make(rows=12)
+    waiting = [request(f"r{i}", 14, images((0, 6), (6, 6), ids=[f"a{i}", f"b{i}"])) for i in range(3)]
+    computed = {req.request_id: 0 for req in waiting}
+    running: list[MultimodalRequest] = []
+    preempted, encoded = 0, []
+    for _ in range(30):
+        while waiting and sum(computed.values()) + 8 <= 14:
+            running.append(waiting.pop(0))
+            encoded += step(cache, running[-1], 0, 4)
+            computed[running[-1].request_id] = 4
+        while len(running) > 1 and sum(computed.values()) + 8 > 14:
+            last = running.pop()
+            waiting.insert(0, last)
+            computed[last.request_id] = 0
+            cache.announce(last)
+            preempted += 1
+        for req in list(running):
+            encoded += step(cache, req, computed[req.request_id], 4)
+            computed[req.request_id] = min(14, computed[req.request_id] + 4)
+            if computed[req.request_id] == 14:
+                running.remove(req)
+                computed[req.request_id] = 0
+                cache.finish(req)
+    assert not running
+    assert not waiting
+    assert preempted
+    assert set(encoded) == {f"{image}{i}" for image in "ab" for i in range(3)}
+    assert cache.stats().uncached == {}
+    assert cache.stats().pinned_bytes == 0
+
+
 def test_a_queue_decides_what_goes_first(make: Any) -> None:
     cache = make(rows=12)
     for name in "abc":
@@ -530,6 +570,18 @@ def test_of_a_lookup_that_has_ended_only_release_and_its_request_are_left(end: s
     assert "released" in repr(lookup)
 
 
+@pytest.mark.parametrize("copy_of", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_lookup_has_no_copies(copy_of: Any) -> None:
+    """One that went out of sight would end the step of the other."""
+    cache = MultimodalCache(CacheConfig(capacity_bytes=1 << 20))
+    lookup = cache.lookup(one_image("r", "a"), num_computed_tokens=0)
+    with pytest.raises(UnsupportedError, match="plan"):
+        copy_of(lookup)
+    assert copy_of(lookup.plan)
+    cache.lookup(one_image("s", "b"), num_computed_tokens=0)
+    assert lookup.missing == (0,)
+
+
 def test_a_lookup_is_of_its_request_as_it_was(make: Any) -> None:
     """The next turn's tokens and items come while the step is under way."""
     cache = make()
@@ -676,6 +728,11 @@ def test_what_a_lookup_encoded_counts_as_transferred() -> None:
         {0: torch.zeros(4, WIDTH), -1: torch.zeros(4, WIDTH)},
         [torch.zeros(4, WIDTH)],
         [torch.zeros(4, WIDTH)] * 3,
+        [torch.zeros(4, WIDTH).to_sparse(), torch.zeros(4, WIDTH)],
+        [torch.zeros(4, WIDTH, device="meta"), torch.zeros(4, WIDTH)],
+        {0: torch.zeros(4, WIDTH), 1: torch.zeros(4, WIDTH, dtype=torch.complex64)},
+        {0: torch.zeros(4, WIDTH), True: torch.zeros(4, WIDTH)},
+        {0.0: torch.zeros(4, WIDTH)},
     ],
 )
 def test_bad_embeddings_change_nothing(make: Any, bad: Any) -> None:
@@ -733,6 +790,9 @@ def test_another_width_or_dtype_is_refused() -> None:
     lookup = cache.lookup(one_image("r2", "b"), num_computed_tokens=0)
     with pytest.raises(EmbeddingError, match="width"):
         cache.insert(lookup, [torch.zeros(4, WIDTH + 1)])
+    for shapeless in (torch.zeros(()), None, "ab"):
+        with pytest.raises(EmbeddingError):
+            cache.insert(lookup, shapeless)
     with pytest.raises(EmbeddingError, match="dtype"):
         cache.insert(
             lookup, [torch.zeros(4, WIDTH, dtype=torch.int32).view(torch.float32).to(torch.float16).repeat(1, 2)]

@@ -207,6 +207,27 @@ def test_items_of_one_modality_and_known_fields_only() -> None:
         ItemFields({"x": torch.ones(1)}, {"x": batched("image")}).config("z")
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: split_fields(None, {}),
+        lambda: split_fields({}, None),
+        lambda: split_fields({"x": torch.ones(1)}, {"x": "batched"}),
+        lambda: ItemFields(None, {}),
+        lambda: ItemFields({"x": torch.ones(1)}, None),
+        lambda: ItemFields({"x": torch.ones(1)}, {"x": "batched"}),
+        lambda: join_fields([{"x": torch.ones(1)}]),
+        lambda: flat("image", 5),
+        lambda: flat("image", [slice(np.array([0, 1]), 2)]),
+        lambda: sizes("image", None),
+        lambda: sizes("image", "12"),
+    ],
+)
+def test_what_is_no_batch_and_no_config_is_refused(use: Any) -> None:
+    with pytest.raises(FieldError):
+        use()
+
+
 def test_bytes_count_what_a_view_shows() -> None:
     item = ItemFields(
         {"x": torch.ones(4, 4)[:2], "m": torch.ones(3, dtype=torch.int64), "s": torch.ones(2)},

@@ -122,7 +122,18 @@ def test_what_is_out_of_scope_says_so() -> None:
         field_configs("mllama", {})
 
 
-@pytest.mark.parametrize("embeds", [torch.ones(3, 2), torch.ones(4), torch.ones(4, 2).long(), [[1.0]] * 4])
+@pytest.mark.parametrize(
+    "embeds",
+    [
+        torch.ones(3, 2),
+        torch.ones(4),
+        torch.ones(4, 0),
+        torch.ones(4, 2).long(),
+        torch.ones(4, 2).to_sparse(),
+        torch.ones(4, 2, device="meta"),
+        [[1.0]] * 4,
+    ],
+)
 def test_given_embeddings_fit_their_placeholder(embeds: Any) -> None:
     with pytest.raises(EmbeddingError):
         MultimodalItem("image", None, PlaceholderRange(0, 4), "a", embeds=embeds)
@@ -423,6 +434,10 @@ def test_what_is_asked_of_an_item_that_is_not_there() -> None:
                 view.status(index)
         with pytest.raises(FieldError, match="nothing"):
             view.action(0, "nothing")
+        with pytest.raises(FieldError):
+            view.action(0, ["pixel_values"])
+    with pytest.raises(FieldError):
+        lookup.metadata(["image_grid_thw"])
 
 
 @pytest.mark.parametrize("num_tokens", [-1, 21, 2.0])

@@ -56,6 +56,7 @@ class CacheLife(RuleBasedStateMachine):
         self.requests: dict[str, MultimodalRequest] = {}
         self.committed: dict[str, int] = {}
         self.lookups: list[Any] = []
+        self.num_items: dict[int, int] = {}  # of a lookup's request, when it was made
 
     # -- rules ----------------------------------------------------------------------------------------
 
@@ -77,17 +78,33 @@ class CacheLife(RuleBasedStateMachine):
         self.committed[name] = 0
 
     @precondition(lambda self: self.requests)
-    @rule(data=st.data(), scheduled=st.none() | st.integers(0, 12), ahead=st.sampled_from([0, 0, 3]))
-    def look_up(self, data: st.DataObject, scheduled: int | None, ahead: int) -> None:
+    @rule(data=st.data(), contents=st.lists(st.sampled_from(sorted(CONTENTS)), max_size=2))
+    def next_turn(self, data: st.DataObject, contents: list[str]) -> None:
+        """A request grows, whatever of it is under way."""
+        request = self.requests[data.draw(st.sampled_from(sorted(self.requests)))]
+        if len(request.items) > 6:
+            return
+        spans, position = [], request.num_tokens
+        for content in contents:
+            spans.append((position, CONTENTS[content]))
+            position += CONTENTS[content] + 1
+        request.extend(list(range(request.num_tokens, position + 1)), images(*spans, ids=contents))
+
+    @precondition(lambda self: self.requests)
+    @rule(
+        data=st.data(), scheduled=st.none() | st.integers(0, 12), ahead=st.sampled_from([0, 0, 3]), anew=st.booleans()
+    )
+    def look_up(self, data: st.DataObject, scheduled: int | None, ahead: int, anew: bool) -> None:
+        """The next step of a request, or of one that was preempted and starts over somewhere."""
         name = data.draw(st.sampled_from(sorted(self.requests)))
-        self.lookups.append(
-            self.cache.lookup(
-                self.requests[name],
-                num_computed_tokens=self.committed[name],
-                num_scheduled_tokens=scheduled,
-                lookahead=ahead,
-            )
+        start = self.committed[name]
+        if anew:
+            start = self.committed[name] = data.draw(st.integers(0, start))
+        lookup = self.cache.lookup(
+            self.requests[name], num_computed_tokens=start, num_scheduled_tokens=scheduled, lookahead=ahead
         )
+        self.lookups.append(lookup)
+        self.num_items[id(lookup)] = len(self.requests[name].items)
 
     @precondition(lambda self: self.lookups)
     @rule(data=st.data(), copy=st.booleans())
@@ -97,6 +114,15 @@ class CacheLife(RuleBasedStateMachine):
         chosen = data.draw(st.sets(st.sampled_from(missing))) if missing else set()
         self.cache.insert(lookup, {i: self.truth(lookup, i) for i in sorted(chosen)}, copy=copy)
         assert all(lookup.status(i) is ItemStatus.STORED for i in chosen)
+
+    @precondition(lambda self: self.lookups and self.split)
+    @rule(data=st.data())
+    def encode_and_never_tell(self, data: st.DataObject) -> None:
+        """Workers have the rows, and the scheduler does not hear of them (yet)."""
+        lookup = data.draw(st.sampled_from(self.lookups))
+        plan = lookup.plan
+        for store in self.cache.stores:
+            store.put_planned(plan, {i: self.truth(lookup, i) for i in plan.missing})
 
     @precondition(lambda self: self.lookups)
     @rule(data=st.data())
@@ -173,7 +199,7 @@ class CacheLife(RuleBasedStateMachine):
     @invariant()
     def rows_are_right(self) -> None:
         for lookup in self.lookups:
-            for index in range(len(lookup.request.items)):
+            for index in range(self.num_items[id(lookup)]):
                 if lookup.status(index) is ItemStatus.STORED:
                     assert torch.equal(lookup.rows(index), self.truth(lookup, index))
 
@@ -181,7 +207,7 @@ class CacheLife(RuleBasedStateMachine):
     def store_holds_no_more_than_the_ledger_knows(self) -> None:
         held = self.cache.held_bytes()
         stats = self.cache.stats()
-        uncached = 13 * ROW_BYTES * (len(self.lookups) + 1) * 4
+        uncached = 13 * ROW_BYTES * (len(self.lookups) + 1) * 9
         assert held <= stats.used_bytes + uncached
 
     def truth(self, lookup: Any, index: int) -> torch.Tensor:

@@ -47,6 +47,8 @@ class MultimodalCache:
         Raises:
             ConfigError: the config names an unknown policy, or a shared tier refuses its namespace.
         """
+        if not isinstance(config, CacheConfig):
+            raise ConfigError("a cache is made of a CacheConfig", found=type(config).__name__)
         self.config = config
         self.prefix = PrefixIndex(config.block_size, config.prefix_blocks) if config.prefix_blocks else None
         self._ledger = EncoderLedger(

@@ -52,6 +52,9 @@ class CacheConfig:
             object.__setattr__(self, name, _at_least(least, getattr(self, name), name))
         if not isinstance(self.row_bytes, Mapping):
             raise ConfigError("bytes of a row, by modality", field="row_bytes", found=type(self.row_bytes).__name__)
+        for modality in self.row_bytes:
+            if not isinstance(modality, str):
+                raise ConfigError("a modality is a name", field="row_bytes", found=repr(modality))
         sizes = {modality: _at_least(1, size, f"row_bytes[{modality!r}]") for modality, size in self.row_bytes.items()}
         object.__setattr__(self, "row_bytes", sizes)
         if not isinstance(self.namespace, (str, Namespace)):

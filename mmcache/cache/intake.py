@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from mmcache.errors import EmbeddingError
-from mmcache.integers import as_int
 from mmcache.ledger import EncoderLedger, Ticket
 from mmcache.planning import ItemStatus
-from mmcache.store import check_rows
+from mmcache.store import asked_for, check_rows
 
 __all__ = ["Embeddings", "Intake"]
 
@@ -77,19 +76,7 @@ class Intake:
 
 def _by_index(request_id: str, embeddings: Embeddings, missing: Sequence[int]) -> dict[int, Tensor]:
     if isinstance(embeddings, Mapping):
-        by_index = {}
-        for key, rows in embeddings.items():
-            index = as_int(key)
-            if index is None or index not in missing:
-                raise EmbeddingError(
-                    "embeddings for an item that is not this lookup's to encode",
-                    request_id=request_id,
-                    item=index,
-                    expected=f"one of {list(missing)}",
-                    found=repr(key),
-                )
-            by_index[index] = rows
-        return by_index
+        return asked_for(embeddings, missing, request_id)
     if not isinstance(embeddings, (Sequence, Tensor)) or isinstance(embeddings, (str, bytes)):
         raise EmbeddingError(
             "embeddings come as {item index: rows} or as a sequence",

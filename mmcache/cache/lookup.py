@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from mmcache.errors import (
     ReleasedError,
     SelfWaitError,
     UnresolvedItemError,
+    UnsupportedError,
     WaitTimeoutError,
     WindowError,
 )
@@ -138,7 +139,7 @@ class Lookup:
         request = self._ticket.request
         index = operator.index(index)
         fields = request.items[index].fields
-        if fields is None or field not in fields:
+        if fields is None or not isinstance(field, str) or field not in fields:
             raise FieldError("the item has no such field", request_id=request.request_id, item=index, field=field)
         first = status is ItemStatus.MISSING and index in self.missing
         return action_of(status, fields.config(field).keep_on_cpu, first)
@@ -341,6 +342,9 @@ class Lookup:
         if ticket.released:
             raise ReleasedError("the lookup has been released", request_id=ticket.request.request_id)
         return ticket
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedError("a lookup is bound to its cache, and has no copies: send its plan")
 
     def __repr__(self) -> str:
         ticket = self._ticket

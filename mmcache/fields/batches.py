@@ -30,6 +30,9 @@ def split_fields(batch: Mapping[str, Any], configs: Mapping[str, FieldConfig]) -
     Raises:
         FieldError: a field does not fit its config, or the fields of a modality differ in the number of items.
     """
+    for mapping in (batch, configs):
+        if not isinstance(mapping, Mapping):
+            raise FieldError("a batch and its configs are mappings", found=type(mapping).__name__)
     parts: dict[str, dict[str, list[FieldValue]]] = {}
     listed: dict[str, set[str]] = {}
     for name, config in configs.items():
@@ -68,6 +71,8 @@ def join_fields(items: Sequence[ItemFields]) -> dict[str, FieldValue]:
     groups: dict[str, list[tuple[int, ItemFields]]] = {}
     names_of: dict[str, tuple[int, ItemFields]] = {}
     for index, item in enumerate(items):
+        if not isinstance(item, ItemFields):
+            raise FieldError("what joins are ItemFields", item=index, found=type(item).__name__)
         modality = next((config.modality for config in item._configs.values()), "")
         first = names_of.setdefault(modality, (index, item))
         if item._data.keys() != first[1]._data.keys():

@@ -43,9 +43,11 @@ class ItemFields(Mapping[str, FieldValue]):
         payload = kept = 0
         shared = []
         modality: str | None = None
+        if not isinstance(data, Mapping) or not isinstance(configs, Mapping):
+            raise FieldError("an item's fields and their configs are mappings", found=type(data).__name__)
         for name, raw in data.items():
             config = configs.get(name)
-            if config is None:
+            if not isinstance(config, FieldConfig):
                 raise FieldError("the field has no config", field=name, expected=f"one of {sorted(configs)}")
             if modality is None:
                 modality = config.modality

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from mmcache.errors import EmbeddingError, RequestError, UnsupportedError
@@ -109,9 +110,12 @@ def _check_fields(fields: object, modality: str) -> None:
 
 
 def _checked_embeds(embeds: Tensor, placeholder: PlaceholderRange) -> Tensor:
-    if not isinstance(embeds, Tensor) or embeds.dim() != 2 or not embeds.shape[1] or not embeds.is_floating_point():
-        found = f"{embeds.dtype} {tuple(embeds.shape)}" if isinstance(embeds, Tensor) else type(embeds).__name__
-        raise EmbeddingError("client-given embeddings are a floating-point [rows, width]", found=found)
+    dense = (
+        isinstance(embeds, Tensor) and embeds.layout is torch.strided and not embeds.is_nested and not embeds.is_meta
+    )
+    if not dense or embeds.dim() != 2 or not embeds.shape[1] or not embeds.is_floating_point():
+        found = f"{embeds.dtype} {tuple(embeds.shape)}" if dense else f"a {type(embeds).__name__}"
+        raise EmbeddingError("client-given embeddings are a dense floating-point [rows, width]", found=found)
     if embeds.shape[0] != placeholder.num_embeds:
         raise EmbeddingError(
             "client-given embeddings have one row for each embedding position",

@@ -162,6 +162,8 @@ class MultimodalRequest:
 
     def _metadata_until(self, field: str, num_items: int) -> list[Tensor]:
         """The field of the first so many items."""
+        if not isinstance(field, str):
+            raise FieldError("a field has a name", request_id=self.request_id, found=repr(field))
         done, owners, values = self._metadata.get(field, (0, [], []))
         if done < num_items:
             # Another thread may be reading, and an error below must leave things as they were.
