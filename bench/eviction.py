@@ -1,11 +1,13 @@
 """Hit ratios of the eviction policies and of Belady's on traces of requests.
 
-    python bench/eviction.py --traces DIR [--shares 0.01 0.05] [--queues 0 64] [--equal]
+    python bench/eviction.py --traces DIR [--shares 0.01 0.05] [--queues 0 64] [--seed 1] [--json FILE]
 
 Every `*.jsonl` or `*.jsonl.gz` in DIR whose lines have `hash_ids` is replayed: an id is an object, a line a request
 that needs its objects in order. Sizes are equal, or lognormal from 0.2 to 30 MB (seeded). Capacity is a share of the
-distinct bytes. With a queue the policy knows the requests that run next, as a scheduler does. Seconds saved are of an
-encoder that takes 5 ms and 4 ms a megabyte, times a seeded lognormal factor, and are given to the policy as costs.
+distinct bytes. With a queue the policy knows the requests that run next, as a scheduler does. Objects and bytes are
+those of hits at cost 1; seconds saved are of an encoder that takes 5 ms and 4 ms a megabyte, times a seeded lognormal
+factor, and are given to the policy as costs. Belady's rule is the best there is where sizes and costs are equal.
+One process a core.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from heapq import heapify, heappop, heappush
 from pathlib import Path
 
@@ -26,7 +30,7 @@ Trace = Sequence[Sequence[int]]
 
 def read_trace(path: Path) -> list[list[int]]:
     with gzip.open(path, "rt") if path.suffix == ".gz" else open(path, encoding="utf-8") as lines:
-        return [record["hash_ids"] for line in lines if "hash_ids" in (record := json.loads(line))]
+        return [ids for line in lines if (ids := json.loads(line).get("hash_ids"))]
 
 
 def replay(
@@ -102,37 +106,65 @@ def belady(trace: Trace, capacity: int, sizes: dict[int, int]) -> dict[int, int]
     return hits
 
 
-def report(name: str, trace: Trace, shares: Sequence[float], queues: Sequence[int], equal_only: bool) -> None:
-    keys, uses = np.unique(np.concatenate([np.asarray(request, np.int64) for request in trace]), return_counts=True)
-    ids = keys.tolist()
-    rng = np.random.default_rng(1)
-    lognormal = np.clip(rng.lognormal(np.log(2.45), 1.25, len(ids)), 0.2, 30) * 1e6
-    factor = rng.lognormal(0, 0.3, len(ids))
-    for title, array in (("equal sizes", np.ones(len(ids))), ("lognormal sizes", lognormal)):
-        if equal_only and title != "equal sizes":
-            continue
-        sizes = dict(zip(ids, array.astype(np.int64).tolist()))
-        mega = array / 1e6 if title != "equal sizes" else np.full(len(ids), 2.45)
-        costs = dict(zip(ids, ((0.005 + 0.004 * mega) * factor).tolist()))
-        wanted = dict(zip(ids, uses.tolist()))
+class Workload:
+    """A trace with a size and a cost for each object.
 
-        def ratio(hits: dict[int, int], of: Callable[[int], float], wanted: dict[int, int] = wanted) -> float:
-            return sum(n * of(key) for key, n in hits.items()) / sum(n * of(key) for key, n in wanted.items())
+    Attributes:
+        trace, sizes, costs: as `replay` takes them.
+        uses: how often each object is asked for.
+    """
 
-        print(f"\n{name}: {sum(uses)} uses of {len(ids)} objects, {title}")
-        print(f"  {'share':>6}  {'policy':24} {'objects':>8} {'bytes':>8} {'seconds saved':>14}")
-        for share in shares:
-            capacity = int(share * sum(sizes.values()))
-            rows: list[tuple[str, str, int]] = [("lru", "lru", 0), ("gdsf", "gdsf", 0)]
-            rows += [(f"queue-aware, {queue} known", "queue-aware", queue) for queue in queues]
-            for label, policy, queue in rows:
-                plain = replay(trace, make_policy(policy), capacity, sizes, None, queue)
-                costed = plain if policy == "lru" else replay(trace, make_policy(policy), capacity, sizes, costs, queue)
-                line = (ratio(plain, lambda _: 1.0), ratio(plain, sizes.__getitem__), ratio(costed, costs.__getitem__))
-                print(f"  {share:6.3f}  {label:24} {line[0]:8.4f} {line[1]:8.4f} {line[2]:14.4f}", flush=True)
-            best = belady(trace, capacity, sizes)
-            line = (ratio(best, lambda _: 1.0), ratio(best, sizes.__getitem__), ratio(best, costs.__getitem__))
-            print(f"  {share:6.3f}  {'Belady':24} {line[0]:8.4f} {line[1]:8.4f} {line[2]:14.4f}", flush=True)
+    def __init__(self, trace: Trace, lognormal: bool, seed: int) -> None:
+        self.trace = trace
+        keys, uses = np.unique(np.concatenate([np.asarray(request, np.int64) for request in trace]), return_counts=True)
+        ids = keys.tolist()
+        rng = np.random.default_rng(seed)
+        drawn = np.clip(rng.lognormal(np.log(2.45), 1.25, len(ids)), 0.2, 30)
+        megabytes = drawn if lognormal else np.full(len(ids), 2.45)
+        self.sizes: dict[int, int] = dict(zip(ids, (megabytes * 1e6).astype(np.int64).tolist()))
+        factor = rng.lognormal(0, 0.3, len(ids))
+        self.costs: dict[int, float] = dict(zip(ids, ((0.005 + 0.004 * megabytes) * factor).tolist()))
+        self.uses: dict[int, int] = dict(zip(ids, uses.tolist()))
+
+    def measure(self, share: float, policy: str, queue: int) -> tuple[float, float, float]:
+        """Object hit ratio, byte hit ratio, share of the encoder seconds saved."""
+        capacity = int(share * sum(self.sizes.values()))
+        if policy == "belady":
+            hits = costed = belady(self.trace, capacity, self.sizes)
+        else:
+            hits = costed = replay(self.trace, make_policy(policy), capacity, self.sizes, None, queue)
+            if policy != "lru":
+                costed = replay(self.trace, make_policy(policy), capacity, self.sizes, self.costs, queue)
+        return (
+            self._ratio(hits, dict.fromkeys(self.uses, 1)),
+            self._ratio(hits, self.sizes),
+            self._ratio(costed, self.costs),
+        )
+
+    def _ratio(self, hits: Mapping[int, int], worth: Mapping[int, float]) -> float:
+        return sum(n * worth[key] for key, n in hits.items()) / sum(n * worth[key] for key, n in self.uses.items())
+
+
+Case = tuple[str, bool, float, str, int]  # trace, whether sizes are lognormal, share, policy, queue
+_workloads: dict[tuple[str, bool], Workload] = {}  # of a process
+
+
+def measure(case: Case, seed: int) -> tuple[float, float, float]:
+    path, lognormal, *what = case
+    if (path, lognormal) not in _workloads:
+        _workloads[path, lognormal] = Workload(read_trace(Path(path)), lognormal, seed)
+    return _workloads[path, lognormal].measure(*what)
+
+
+def cases(paths: Sequence[Path], shares: Sequence[float], queues: Sequence[int]) -> Iterator[Case]:
+    for path in paths:
+        for lognormal in (False, True):
+            for share in shares:
+                for policy in ("lru", "gdsf"):
+                    yield str(path), lognormal, share, policy, 0
+                for queue in queues:
+                    yield str(path), lognormal, share, "queue-aware", queue
+                yield str(path), lognormal, share, "belady", 0
 
 
 def main() -> None:
@@ -140,15 +172,29 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, required=True)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.001, 0.01, 0.05, 0.1, 0.25])
     parser.add_argument("--queues", type=int, nargs="+", default=[0, 16, 64, 256, 1024])
-    parser.add_argument("--equal", action="store_true", help="equal sizes only")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     paths = sorted(path for path in arguments.traces.iterdir() if path.name.endswith((".jsonl", ".jsonl.gz")))
+    paths = [path for path in paths if read_trace(path)]
     if not paths:
-        raise SystemExit(f"no *.jsonl or *.jsonl.gz in {arguments.traces}")
-    for path in paths:
-        trace = [request for request in read_trace(path) if request]
-        if trace:
-            report(path.name, trace, arguments.shares, arguments.queues, arguments.equal)
+        raise SystemExit(f"no *.jsonl or *.jsonl.gz with hash_ids in {arguments.traces}")
+    rows = []
+    table = ""
+    todo = list(cases(paths, arguments.shares, arguments.queues))
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        results = pool.map(measure, todo, [arguments.seed] * len(todo))
+        for (path, lognormal, share, policy, queue), found in zip(todo, results):
+            title = f"{Path(path).name}, {'lognormal' if lognormal else 'equal'} sizes"
+            if title != table:
+                table = title
+                print(f"\n{title}\n  {'share':>6}  {'policy':24} {'objects':>8} {'bytes':>8} {'seconds saved':>14}")
+            label = f"{policy}, {queue} known" if policy == "queue-aware" else policy
+            print(f"  {share:6.3f}  {label:24} {found[0]:8.4f} {found[1]:8.4f} {found[2]:14.4f}", flush=True)
+            case = {"trace": path, "lognormal": lognormal, "share": share, "policy": policy, "queue": queue}
+            rows.append(case | dict(zip(("objects", "bytes", "seconds"), found)))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -75,6 +78,39 @@ def test_adding_a_candidate_again_does_not_double_it(policy: EvictionPolicy) -> 
     policy.add(0, 10)
     policy.add(0, 20, 2.5)
     assert drain(policy) == [0]
+
+
+def steps(call: Callable[[], object]) -> int:
+    """Lines of Python that a call runs."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_eviction_does_not_slow_down_with_what_is_pinned_or_announced(policy: EvictionPolicy) -> None:
+    taken = []
+    for n in (10, 5000):
+        policy = make_policy({LruPolicy: "lru", GdsfPolicy: "gdsf"}.get(type(policy), "queue-aware"))  # type: ignore[call-overload]
+        for key in range(2 * n + 20):
+            policy.add(key, 10, 1.0, key)
+        policy.pin(range(n))
+        if isinstance(policy, QueueAwarePolicy):
+            for key in range(n, 2 * n):
+                policy.announce(key, [key])
+        assert policy.victim() == (n if type(policy) is not QueueAwarePolicy else 2 * n)  # puts the order right
+        taken.append([steps(policy.victim) for _ in range(10)])
+    assert taken[0] == taken[1]
 
 
 @pytest.mark.parametrize("name", ["gdsf", "queue-aware"])
