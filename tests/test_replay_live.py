@@ -204,3 +204,24 @@ def test_help_is_quick_and_imports_no_extra() -> None:
 def test_an_unknown_family_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="one of"):
         replay_live([], trace="t", model="unknown")
+
+
+def test_the_page_of_a_run_shows_both_runs(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, data = tmp_path / "page.html", tmp_path / "data.json"
+    assert main(["replay", str(trace), "--html", str(page), "--json", str(data)]) == 0
+    text = page.read_text()
+    assert text.count("<figure>") == 3
+    assert "with mmcache" in text
+    assert "Both runs generated the same tokens" in text
+    totals = json.loads(data.read_text())["totals"]
+    assert f"<td>{totals['cached']['encoder_runs']}</td><td>{totals['plain']['encoder_runs']}</td>" in text
+
+
+def test_bad_lines_are_skipped_only_if_asked(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace.write_text("{\n" + trace.read_text())
+    assert main(["replay", str(trace), "--no-cache"]) == 2
+    assert "line 1" in capsys.readouterr().err
+    assert main(["replay", str(trace), "--no-cache", "--skip-bad-lines"]) == 0
+    captured = capsys.readouterr()
+    assert "line 1" in captured.err
+    assert "1 lines were skipped" in captured.out

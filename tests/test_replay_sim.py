@@ -177,6 +177,27 @@ def test_the_workloads_are_what_they_are_called() -> None:
     assert runs["unique"].encode_seconds == pytest.approx(runs["unique"].plain_encode_seconds)
 
 
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("growing", lambda turns: max(turn.number for turn in turns)),
+        ("rolling", lambda turns: max(len(turn.clips) for turn in turns)),
+        ("agent", lambda turns: max(turn.number for turn in turns)),
+        ("documents", lambda turns: len({turn.clips[0][1] for turn in turns})),
+        ("catalogue", lambda turns: len({clip for turn in turns for _, clip in turn.clips})),
+        ("video", lambda turns: max(clip.rows for turn in turns for _, clip in turn.clips) / 64),
+    ],
+)
+def test_a_workload_is_as_large_as_it_is_said_to_be(name: str, shown: Callable[[list[Turn]], float]) -> None:
+    assert shown(list(generate(name, 600, size=5))) == 5
+
+
+def test_popular_pictures_come_more_often() -> None:
+    clips = [clip for turn in generate("catalogue", 3000, size=100) for _, clip in turn.clips]
+    often = sorted((clips.count(clip) for clip in set(clips)), reverse=True)
+    assert often[0] > 1.5 * often[1] > 2 * often[4], "as 1, 1/2 and 1/5"
+
+
 def test_a_growing_history_moves_one_image_a_turn() -> None:
     run = simulate(itertools.islice(generate("growing", 2000), 2000), EngineModel(prefix_blocks=1 << 20))
     assert run.encodes == run.requests
@@ -196,6 +217,9 @@ def test_wrong_workloads_are_refused() -> None:
     for arguments in (("no such", 1, 1.0), ("growing", 0, 1.0), ("growing", 1, 0.0)):
         with pytest.raises(ConfigError):
             generate(arguments[0], arguments[1], rate=arguments[2])
+    for name, size in (("growing", 0), ("video", -1), ("unique", 3)):
+        with pytest.raises(ConfigError, match="size"):
+            generate(name, 1, size=size)
 
 
 # -- traces ------------------------------------------------------------------------------------------------------------
@@ -287,6 +311,17 @@ def test_servegen_clients_are_drawn_as_their_columns_say(tmp_path: Path) -> None
     assert [t.time for t in read_trace(one, seed=1)] != [t.time for t in turns]
 
 
+def test_packed_servegen_clients_are_the_same(tmp_path: Path) -> None:
+    trace = client(tmp_path, "one", ["0,1,1,Gamma,1,1", "600,0,0,,0,0"])
+    plain = list(read_trace(tmp_path))
+    for file in list(tmp_path.iterdir()):
+        (tmp_path / f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes()))
+        file.unlink()
+    shown = [(turn.time, turn.clips, turn.output_tokens) for turn in plain]
+    for where in (tmp_path, trace.with_name(f"{trace.name}.gz")):
+        assert [(turn.time, turn.clips, turn.output_tokens) for turn in read_trace(where)] == shown
+
+
 WRONG_ROWS = ["1,2", "x,1,1,Gamma,1,1", "600,1,1,Cauchy,1,1", "600,1,1,Gamma,0,1", "600,-1,1,Gamma,1,1"]
 
 
@@ -360,6 +395,7 @@ def test_the_command_tells_what_is_wrong_in_one_line(capsys: pytest.CaptureFixtu
         ["--simulate", "--generate", "growing", "--policy", "no"],
         ["--simulate", "--generate", "growing", "--json", str(tmp_path / "no" / "x")],
         ["--generate", "growing"],
+        ["--simulate", "--generate", "unique", "--size", "3"],
     ):
         assert main(["replay", *arguments]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1

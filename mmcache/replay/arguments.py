@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -12,10 +13,11 @@ from typing import Any
 from mmcache.errors import ConfigError, TraceError
 from mmcache.replay.costs import EngineModel, parse_costs, parse_size, parse_tier
 from mmcache.replay.generate import WORKLOADS, generate
+from mmcache.replay.page import write_page
 from mmcache.replay.traces import read_trace
 from mmcache.replay.workload import Turn
 
-__all__ = ["BadLines", "add_workload_options", "check_writable", "engine_of", "workload_of"]
+__all__ = ["BadLines", "add_workload_options", "engine_of", "targets_of", "workload_of", "write_report"]
 
 _SHOWN = 5
 
@@ -40,6 +42,14 @@ def add_workload_options(parser: Any) -> None:
         "--generate", choices=WORKLOADS, metavar="NAME", help=f"a made workload: {', '.join(WORKLOADS)}"
     )
     parser.add_argument("--requests", type=int, default=1000, metavar="N", help="of a made one (default: %(default)s)")
+    parser.add_argument(
+        "--size",
+        type=int,
+        default=None,
+        metavar="N",
+        help="its size: images of a history (26) or window (8), steps of an agent, documents (64), pictures of the"
+        " catalogue (5000), frames of a video",
+    )
     parser.add_argument("--rate", type=float, default=2.0, metavar="R", help="and a second (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is drawn (default: %(default)s)")
     parser.add_argument(
@@ -52,7 +62,6 @@ def add_workload_options(parser: Any) -> None:
     parser.add_argument(
         "--reuse", type=_share, default=0.0, metavar="X", help="share of ServeGen's images seen before (default: 0)"
     )
-    parser.add_argument("--skip-bad-lines", action="store_true", help="tell of lines that cannot be read, and go on")
     parser.add_argument(
         "--row-bytes", type=int, default=defaults.row_bytes, metavar="N", help="of an embedding (default: %(default)s)"
     )
@@ -106,7 +115,8 @@ def workload_of(arguments: argparse.Namespace, on_bad: BadLines) -> tuple[str, C
         raise ConfigError("either a trace or --generate NAME says what runs")
     if arguments.generate is not None:
         name, seed = arguments.generate, arguments.seed
-        return name, lambda: generate(name, arguments.requests, seed=seed, rate=arguments.rate)
+        size, rate = arguments.size, arguments.rate
+        return name, lambda: generate(name, arguments.requests, seed=seed, rate=rate, size=size)
     path = Path(arguments.trace)
     told: list[BadLines] = []
 
@@ -121,10 +131,27 @@ def workload_of(arguments: argparse.Namespace, on_bad: BadLines) -> tuple[str, C
     return path.name, read
 
 
-def check_writable(target: Path | None) -> None:
-    """Raise ConfigError where a file could not be written: before the run, not after it."""
-    if target is not None and (target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK)):
-        raise ConfigError(f"{target} cannot be written")
+def targets_of(arguments: argparse.Namespace) -> tuple[Path | None, Path | None]:
+    """The files that `--json` and `--html` name.
+
+    Raises:
+        ConfigError: one of them could not be written; that is found before the run, not after it.
+    """
+    targets = [None if file is None else Path(file) for file in (arguments.json, arguments.html)]
+    for target in targets:
+        if target is None:
+            continue
+        if target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK):
+            raise ConfigError(f"{target} cannot be written")
+    return targets[0], targets[1]
+
+
+def write_report(json_file: Path | None, page: Path | None, name: str, report: dict[str, Any]) -> None:
+    """Write a report as JSON and as a page, where these are asked for."""
+    if json_file is not None:
+        json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if page is not None:
+        write_page(page, name, report)
 
 
 def _ignore(error: TraceError) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from mmcache.errors import ConfigError, TraceError
-from mmcache.replay.arguments import add_workload_options, check_writable
+from mmcache.replay.arguments import BadLines, add_workload_options, targets_of, write_report
 from mmcache.replay.chat import DEMO_TRACE, read_chat
 
 __all__ = ["add_replay_command"]
@@ -32,6 +31,8 @@ def add_replay_command(commands: Any) -> None:
     families = ", ".join(FAMILIES)
     parser.add_argument("--model", default="qwen2_5_vl", metavar="FAMILY", help=f"{families} (default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
+    parser.add_argument("--html", metavar="FILE", help="also write a page to FILE")
+    parser.add_argument("--skip-bad-lines", action="store_true", help="tell of lines that cannot be read, and go on")
     parser.add_argument("--no-cache", action="store_true", help="run without a cache only")
     simulation = parser.add_argument_group("simulation")
     simulation.add_argument("--simulate", action="store_true", help="without a model; sizes stand in for tensors")
@@ -42,7 +43,6 @@ def add_replay_command(commands: Any) -> None:
     simulation.add_argument(
         "--tier", action="append", default=[], metavar="NAME:SIZE:RATE[:US]", help="as host:64GB:20GB:50; repeatable"
     )
-    simulation.add_argument("--html", metavar="FILE", help="also write a page to FILE")
     add_workload_options(simulation)
     parser.set_defaults(run=run_replay)
 
@@ -57,8 +57,8 @@ def run_replay(arguments: argparse.Namespace) -> int:
         from mmcache.replay.size_command import run_simulation
 
         return run_simulation(arguments)
-    if arguments.generate is not None or arguments.html is not None:
-        raise ConfigError("a made workload and a page go with --simulate")
+    if arguments.generate is not None:
+        raise ConfigError("a made workload goes with --simulate")
     import torch
 
     from mmcache.replay.live import replay_live
@@ -69,11 +69,11 @@ def run_replay(arguments: argparse.Namespace) -> int:
 
     trace = Path(arguments.trace) if arguments.trace is not None else DEMO_TRACE
     # What cannot work fails before the run, not after it: every line is read, and the file can be written.
-    turns = list(read_chat(trace))
+    bad = BadLines()
+    turns = list(read_chat(trace, bad if arguments.skip_bad_lines else None))
     if not turns:
         raise TraceError("holds no requests", path=str(trace))
-    target = Path(arguments.json) if arguments.json is not None else None
-    check_writable(target)
+    target, page = targets_of(arguments)
     # Operations of a tiny model are too small to share: threads would mostly wait for each other.
     torch.set_num_threads(1)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -87,8 +87,9 @@ def run_replay(arguments: argparse.Namespace) -> int:
             on_turn=lambda turn: progress.advance(task),
         )
     print_replay(result, console)
-    if target is not None:
-        target.write_text(json.dumps(result.as_json(), indent=1) + "\n", encoding="utf-8")
+    if bad.count:
+        print(f"{bad.count:,} lines were skipped.")
+    write_report(target, page, trace.name, {**result.as_json(), "skipped_lines": bad.count})
     return 1 if result.equal is False else 0
 
 

@@ -18,10 +18,11 @@ __all__ = ["WORKLOADS", "generate"]
 
 _OPEN = 32  # conversations under way at once
 _TURNS = 26
+_FRAME_ROWS = 64
 _SYSTEM = Serial(1 << 30)(64)  # the system prompt that all share
 
 
-def generate(name: str, requests: int, *, seed: int = 0, rate: float = 2.0) -> Iterator[Turn]:
+def generate(name: str, requests: int, *, seed: int = 0, rate: float = 2.0, size: int | None = None) -> Iterator[Turn]:
     """A workload of that many requests.
 
     Args:
@@ -29,9 +30,11 @@ def generate(name: str, requests: int, *, seed: int = 0, rate: float = 2.0) -> I
         requests: how many.
         seed: of everything that is drawn.
         rate: requests a second, in the mean.
+        size: how large it is: images of a `growing` history, or of a `rolling` window, steps of an `agent`, number of
+            `documents`, pictures of the `catalogue`, frames of a `video`; None: as usual. `unique` has none.
 
     Raises:
-        ConfigError: an unknown name, or a rate or number that is not positive.
+        ConfigError: an unknown name, or a rate, size or number that is not positive.
     """
     make = WORKLOADS.get(name)
     if make is None:
@@ -40,13 +43,17 @@ def generate(name: str, requests: int, *, seed: int = 0, rate: float = 2.0) -> I
         raise ConfigError("requests arrive at some rate", expected="> 0 a second", found=rate)
     if requests < 1:
         raise ConfigError("a workload has requests", expected=">= 1", found=requests)
-    return islice(make(_Source(seed, rate)), requests)
+    if size is not None and (size < 1 or make is _unique):
+        expected = "none: every picture is another" if make is _unique else ">= 1"
+        raise ConfigError("a workload has a size", field="size", expected=expected, found=size)
+    return islice(make(_Source(seed, rate, size)), requests)
 
 
 class _Source:
     """Everything that is drawn: times, sizes, and contents that occur nowhere else."""
 
-    def __init__(self, seed: int, rate: float) -> None:
+    def __init__(self, seed: int, rate: float, size: int | None) -> None:
+        self.size = size
         self.random = random.Random(seed)
         self.tokens = Serial()
         self._rate = rate
@@ -88,18 +95,20 @@ def _interleaved(source: _Source, conversation: Callable[[str], Iterator[Turn]])
 
 
 def _growing(source: _Source) -> Iterator[Turn]:
+    turns = source.size or _TURNS
+
     def conversation(name: str) -> Iterator[Turn]:
-        for number in range(1, _TURNS + 1):
+        for number in range(1, turns + 1):
             head = [_SYSTEM] if number == 1 else []
             tokens, clips = tokens_from(*head, source.clip(560), source.tokens(25))
-            yield Turn(name, tokens, clips, source.time(), 32, number > 1, number == _TURNS, number)
+            yield Turn(name, tokens, clips, source.time(), 32, number > 1, number == turns, number)
 
     return _interleaved(source, conversation)
 
 
 def _rolling(source: _Source) -> Iterator[Turn]:
     def conversation(name: str) -> Iterator[Turn]:
-        window: deque[Clip] = deque(maxlen=8)
+        window: deque[Clip] = deque(maxlen=source.size or 8)
         for number in range(1, _TURNS + 1):
             window.append(source.clip(560))
             tokens, clips = tokens_from(_SYSTEM, *window, source.tokens(25))
@@ -113,7 +122,7 @@ def _agent(source: _Source) -> Iterator[Turn]:
 
     def conversation(name: str) -> Iterator[Turn]:
         screen = source.clip(1196)
-        steps = source.between(10, 50)
+        steps = source.size or source.between(10, 50)
         for number in range(1, steps + 1):
             if source.random.random() < 0.8:
                 screen = source.clip(1196)
@@ -128,7 +137,7 @@ def _agent(source: _Source) -> Iterator[Turn]:
 def _documents(source: _Source) -> Iterator[Turn]:
     """Questions of many users about few documents: the pages first, then the question."""
     documents: list[tuple[Clip, ...]] = []
-    popularity = _zipf(64)
+    popularity = _zipf(source.size or 64)
     for number in range(10**12):
         rank = popularity(source.random)
         while len(documents) <= rank:
@@ -140,7 +149,7 @@ def _documents(source: _Source) -> Iterator[Turn]:
 def _catalogue(source: _Source) -> Iterator[Turn]:
     """Questions about one to three pictures of a shared catalogue, the text first: no prefix helps."""
     pictures: dict[int, Clip] = {}
-    popularity = _zipf(5000)
+    popularity = _zipf(source.size or 5000)
     for number in range(10**12):
         parts = []
         for rank in {popularity(source.random): None for _ in range(source.between(1, 3))}:
@@ -155,7 +164,7 @@ def _video(source: _Source) -> Iterator[Turn]:
     """Conversations about one video each, of 16 to 256 frames."""
 
     def conversation(name: str) -> Iterator[Turn]:
-        video = source.clip(64 * source.between(16, 256), "video")
+        video = source.clip(_FRAME_ROWS * (source.size or source.between(16, 256)), "video")
         turns = source.between(1, 6)
         for number in range(1, turns + 1):
             parts = (_SYSTEM, video) if number == 1 else ()

@@ -37,8 +37,10 @@ def write_page(path: Path, name: str, report: dict[str, Any]) -> None:
     """Write the page of a report, which is what `--json` writes."""
     if "sizing" in report:
         title, sections = f"Sizing for {name}", _sizing(report["sizing"])
-    else:
+    elif "simulations" in report:
         title, sections = f"Simulation of {name}", _simulations(report["simulations"])
+    else:
+        title, sections = f"{name} on {report['model']}", _live(report)
     path.write_text(
         "<!doctype html>\n"
         f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)} - mmcache</title>'
@@ -220,6 +222,54 @@ def _comparison(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
     if any(run["skipped_lines"] for run in runs):
         rows.append(row("lines skipped", lambda run: f"{run['skipped_lines']:,}"))
     return rows
+
+
+# -- runs of a real model ----------------------------------------------------------------------------------------------
+
+
+def _live(report: dict[str, Any]) -> list[str]:
+    turns, totals = report["turns"], report["totals"]
+    runs = {"with mmcache": "cached", "without": "plain"} if totals["cached"] else {"without": "plain"}
+    request = Axis("request of the trace", "{:.0f}".format)
+
+    def by_turn(title: str, y: Axis, value: Callable[[dict[str, Any]], float]) -> str:
+        lines = {name: [(i, value(turn[run])) for i, turn in enumerate(turns, 1)] for name, run in runs.items()}
+        return line_chart(title, request, y, lines)
+
+    charts = [
+        by_turn("Time to the first token", Axis("seconds", time_text), lambda run: run["ttft"]),
+        by_turn("Bytes moved to the encoder", _BYTES, lambda run: run["bytes"]["transferred"]),
+    ]
+    first = totals[next(iter(runs.values()))]
+    reasons = {name: "transferred" if reason == "transfer" else reason for reason, name in _REASONS.items()}
+    areas = {
+        name: [(i, turn[next(iter(runs.values()))]["bytes"].get(reason, 0)) for i, turn in enumerate(turns, 1)]
+        for name, reason in reasons.items()
+    }
+    charts.append(stacked_chart("What became of the bytes", request, _BYTES, areas))
+    texts: dict[str, Callable[[dict[str, Any]], str]] = {
+        "prompt tokens": lambda run: f"{run['prompt_tokens']:,}",
+        "of these from the prefix": lambda run: f"{run['prefix_tokens']:,}",
+        "bytes moved": lambda run: size_text(run["bytes"]["transferred"]),
+        "items preprocessed": lambda run: f"{run['preprocessed']:,}",
+        "encoder runs": lambda run: f"{run['encoder_runs']:,}",
+        "first token, mean": lambda run: time_text(run["ttft"] / max(1, len(turns))),
+    }
+    rows = [[title, *(text(totals[run]) for run in runs.values())] for title, text in texts.items()]
+    facts = [("requests", f"{len(turns):,}"), ("encoder runs", f"{first['encoder_runs']:,}")]
+    if report["skipped_lines"]:
+        facts.append(("lines skipped", f"{report['skipped_lines']:,}"))
+    lead = "Run without a cache."
+    if report["equal"] is not None:
+        lead = "Both runs generated the same tokens" if report["equal"] else "The two runs DIFFER"
+        lead += f"; largest difference of logits {report['largest_logit_difference']:.1e}."
+    return [
+        f'<p class="lead">{escape(lead)}</p>',
+        _facts(facts),
+        _grid("Request by request", charts),
+        "<h2>In all</h2>",
+        _table(["", *runs], rows),
+    ]
 
 
 # -- parts of a page ---------------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 A client is two files: `NAME-trace.csv`, of each period its first second, rate, coefficient of variation, and family and
 two parameters (shape, scale) of the times between arrivals; and `NAME-dataset.json`, of each longer period
-distributions `"{value: probability}"` of text tokens, images, tokens of an image and output tokens. A folder is all
-clients in it. The files say nothing of which images are equal; `reuse` does.
+distributions `"{value: probability}"` of text tokens, images, tokens of an image and output tokens. Either may be
+gzipped. A folder is all clients in it. The files say nothing of which images are equal; `reuse` does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from mmcache.errors import TraceError
-from mmcache.replay.lines import OnBadLine, brief, finite
+from mmcache.replay.lines import OnBadLine, brief, finite, parsed, read_lines
 from mmcache.replay.workload import PAYLOAD_BYTES_PER_ROW, Clip, Serial, Turn, tokens_from
 
 __all__ = ["is_servegen", "read_servegen"]
@@ -36,8 +36,8 @@ _STRIDE = 1 << 24  # token ids of one client, before they begin anew
 def is_servegen(path: Path) -> bool:
     """Whether the path is a client's file, or a folder of clients."""
     if path.is_dir():
-        return any(path.glob("*-trace.csv"))
-    return path.name.endswith(("-trace.csv", "-dataset.json"))
+        return bool(_names(path))
+    return path.name.removesuffix(".gz").endswith(("-trace.csv", "-dataset.json"))
 
 
 def read_servegen(path: str | Path, *, seed: int = 0, reuse: float = 0.0, on_bad: OnBadLine = None) -> Iterator[Turn]:
@@ -54,24 +54,35 @@ def read_servegen(path: str | Path, *, seed: int = 0, reuse: float = 0.0, on_bad
     """
     path = Path(path)
     if path.is_dir():
-        names = sorted(file.name.removesuffix("-trace.csv") for file in path.glob("*-trace.csv"))
-        folder = path
+        folder, names = path, _names(path)
     else:
-        folder, names = path.parent, [path.name.removesuffix("-trace.csv").removesuffix("-dataset.json")]
+        name = path.name.removesuffix(".gz").removesuffix("-trace.csv").removesuffix("-dataset.json")
+        folder, names = path.parent, [name]
     if not names:
         raise TraceError("holds no clients (NAME-trace.csv and NAME-dataset.json)", path=str(path))
     clients = [_client(folder, name, place, seed, reuse, on_bad) for place, name in enumerate(names)]
     return heapq.merge(*clients, key=lambda turn: turn.time or 0.0)
 
 
+def _names(folder: Path) -> list[str]:
+    """The clients of a folder."""
+    files = [*folder.glob("*-trace.csv"), *folder.glob("*-trace.csv.gz")]
+    return sorted({file.name.removesuffix(".gz").removesuffix("-trace.csv") for file in files})
+
+
+def _plain_or_packed(path: Path) -> Path:
+    packed = path.with_name(f"{path.name}.gz")
+    return packed if packed.exists() and not path.exists() else path
+
+
 def _client(folder: Path, name: str, place: int, seed: int, reuse: float, on_bad: OnBadLine) -> Iterator[Turn]:
-    periods = _periods(folder / f"{name}-dataset.json")
+    periods = _periods(_plain_or_packed(folder / f"{name}-dataset.json"))
     starts = [start for start, _ in periods]
     # Text seeds are hashed by `random` itself, so they do not depend on the process.
     rng = random.Random(f"{seed} {name}")
     tokens = Serial(place * _STRIDE % (2**31 - 1))
     recent: deque[Clip] = deque(maxlen=_RECENT)
-    for count, time in enumerate(_arrivals(folder / f"{name}-trace.csv", rng, on_bad)):
+    for count, time in enumerate(_arrivals(_plain_or_packed(folder / f"{name}-trace.csv"), rng, on_bad)):
         sizes = periods[max(0, bisect_right(starts, time) - 1)][1]
         clips = []
         for _ in range(sizes["image_count"](rng)):
@@ -91,9 +102,7 @@ _Draw = Callable[[random.Random], int]
 def _periods(path: Path) -> list[tuple[float, dict[str, _Draw]]]:
     """(first second, how to draw each size) of each period, in order."""
     try:
-        record = json.loads(path.read_bytes())
-    except OSError as error:
-        raise TraceError(f"cannot be read: {error.strerror or error}", path=str(path)) from error
+        record = json.loads(b"".join(line for _, line in read_lines(path)))
     except ValueError as error:
         raise TraceError(f"is not JSON: {error}", path=str(path)) from error
     if not isinstance(record, dict) or not record:
@@ -157,7 +166,7 @@ def _arrivals(path: Path, rng: random.Random, on_bad: OnBadLine) -> Iterator[flo
     """Seconds of the arrivals; each period ends where the next begins, the last is as long as the one before."""
     period: _Arrivals | None = None
     length = 600.0
-    for following in _rows(path, on_bad):
+    for following in parsed(path, lambda number, line: _row(line, number, path), on_bad):
         if period is not None:
             if following.start <= period.start:
                 raise TraceError("periods follow each other", path=str(path), found=f"{following.start:g}")
@@ -177,30 +186,14 @@ def _within(period: _Arrivals, length: float, rng: random.Random) -> Iterator[fl
         time += period.gap(rng)
 
 
-def _rows(path: Path, on_bad: OnBadLine) -> Iterator[_Arrivals]:
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            for number, row in enumerate(csv.reader(file), 1):
-                if not row:
-                    continue
-                try:
-                    period = _row(row, number, path)
-                except TraceError as error:
-                    if on_bad is None:
-                        raise
-                    on_bad(error)
-                else:
-                    yield period
-    except OSError as error:
-        raise TraceError(f"cannot be read: {error.strerror or error}", path=str(path)) from error
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise TraceError(f"is not a table of text: {error}", path=str(path)) from error
-
-
-def _row(row: list[str], number: int, path: Path) -> _Arrivals:
+def _row(line: bytes, number: int, path: Path) -> _Arrivals:
     def bad(message: str, found: object) -> TraceError:
         return TraceError(message, path=str(path), line=number, found=brief(found))
 
+    try:
+        row = next(csv.reader([line.decode()]))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise bad(f"is not a row of text: {error}", line) from error
     if len(row) != 6:
         raise bad("a period has six columns", row)
     try:

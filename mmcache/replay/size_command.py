@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 from mmcache.errors import ConfigError, TraceError
-from mmcache.replay.arguments import BadLines, add_workload_options, check_writable, engine_of, workload_of
+from mmcache.replay.arguments import (
+    BadLines,
+    add_workload_options,
+    engine_of,
+    targets_of,
+    workload_of,
+    write_report,
+)
 from mmcache.replay.costs import parse_size
-from mmcache.replay.page import write_page
 from mmcache.replay.simulate import simulate
 from mmcache.replay.size import size_workload
 from mmcache.replay.text import simulation_text, sizing_text
@@ -47,6 +51,7 @@ def add_size_command(commands: Any) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
     parser.add_argument("--html", metavar="FILE", help="also write a page to FILE")
+    parser.add_argument("--skip-bad-lines", action="store_true", help="tell of lines that cannot be read, and go on")
     add_workload_options(parser)
     parser.set_defaults(run=run_size)
 
@@ -62,7 +67,7 @@ def run_size(arguments: argparse.Namespace) -> int:
     bad = BadLines()
     name, make_turns = workload_of(arguments, bad)
     engine = engine_of(arguments, policy="lru", tiers=arguments.tier)
-    targets = _targets(arguments)
+    targets = targets_of(arguments)
     for policy in arguments.policy:
         engine_of(arguments, policy=policy)  # raises for an unknown one, before the pass
     sizing = size_workload(
@@ -76,7 +81,7 @@ def run_size(arguments: argparse.Namespace) -> int:
         raise TraceError("holds no requests", path=name)
     sizing = sizing.with_skipped(bad.count)
     print(sizing_text(name, sizing))
-    _write(targets, name, {"workload": name, "sizing": sizing.as_json()})
+    write_report(*targets, name, {"workload": name, "sizing": sizing.as_json()})
     return 0
 
 
@@ -92,28 +97,12 @@ def run_simulation(arguments: argparse.Namespace) -> int:
     engines = [
         engine_of(arguments, capacity=arguments.capacity, policy=policy, tiers=arguments.tier) for policy in policies
     ]
-    targets = _targets(arguments)
+    targets = targets_of(arguments)
     runs = [simulate(make_turns(), engine) for engine in engines]
     if not runs[0].requests:
         raise TraceError("holds no requests", path=name)
     for run in runs:
         run.skipped_lines = bad.count
     print(simulation_text(name, runs))
-    _write(targets, name, {"workload": name, "simulations": [run.as_json() for run in runs]})
+    write_report(*targets, name, {"workload": name, "simulations": [run.as_json() for run in runs]})
     return 0
-
-
-def _targets(arguments: argparse.Namespace) -> tuple[Path | None, Path | None]:
-    """The files to write, which can be written."""
-    targets = [None if file is None else Path(file) for file in (arguments.json, arguments.html)]
-    for target in targets:
-        check_writable(target)
-    return targets[0], targets[1]
-
-
-def _write(targets: tuple[Path | None, Path | None], name: str, report: dict[str, Any]) -> None:
-    json_file, page = targets
-    if json_file is not None:
-        json_file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    if page is not None:
-        write_page(page, name, report)
