@@ -64,9 +64,9 @@ def _reconcile(index: DiskIndex, db: sqlite3.Connection, files: EntryFiles) -> N
     # A process that dies while it evicts or removes leaves rows without files. Every file has had a row before it was
     # in place, and rows do not change meanwhile, so that a file without one is nobody's either.
     there = {name for shard in files.shards() for name in files.names(shard)}
-    published, reserved = index.names(db)
-    index.delete(db, list(published - there))
-    for name in there - published - reserved:
+    rows, reserved = index.names(db)
+    index.delete(db, list(rows - reserved - there))
+    for name in there - rows:
         files.unlink(name)
 
 
