@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from step_count import steps
 
 from mmcache.errors import ConfigError
 from mmcache.policies import EvictionPolicy, GdsfPolicy, LruPolicy, QueueAwarePolicy, make_policy
@@ -78,24 +76,6 @@ def test_adding_a_candidate_again_does_not_double_it(policy: EvictionPolicy) -> 
     policy.add(0, 10)
     policy.add(0, 20, 2.5)
     assert drain(policy) == [0]
-
-
-def steps(call: Callable[[], object]) -> int:
-    """Lines of Python that a call runs."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 def test_eviction_does_not_slow_down_with_what_is_pinned_or_announced(policy: EvictionPolicy) -> None:

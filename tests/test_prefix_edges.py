@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from step_count import steps
 
 from mmcache import ConfigError, MultimodalItem, MultimodalRequest, PlaceholderRange, PrefixIndex, RequestError
 
@@ -263,6 +264,50 @@ class TestBadInput:
     def test_numpy_integers_count_tokens(self) -> None:
         index = PrefixIndex(4)
         assert index.insert(ask(range(9)), np.int64(8)) == range(2)  # type: ignore[arg-type]
+
+
+class TestCost:
+    def test_a_turn_costs_the_same_however_long_the_conversation_is(self) -> None:
+        index = PrefixIndex(16, capacity_blocks=1 << 20)
+        request = ask([0])
+        taken = []
+        for turn in range(300):
+            first = request.num_tokens
+            request.extend(np.full(620, turn, np.int32), [image(str(turn), first + 20, 560)])
+
+            def run(request: MultimodalRequest = request) -> None:
+                with index.match(request):
+                    index.insert(request, request.num_tokens)
+
+            taken.append(steps(run))
+        assert max(taken[2:]) <= min(taken) + 10  # numbers for new blocks are made in bulk
+
+    def test_a_long_request_is_compared_without_python_for_each_block(self) -> None:
+        def first(count: int) -> int:
+            index = PrefixIndex(16, capacity_blocks=1 << 20)
+            tokens = np.arange(16 * count, dtype=np.int32)
+            index.insert(MultimodalRequest("other", tokens), 16 * count)
+            request = MultimodalRequest("r", np.concatenate([tokens, [1]]))
+            return steps(lambda: index.insert(request, 16 * count))
+
+        assert first(900) == first(10)
+
+    def test_eviction_does_not_slow_down_with_pins(self) -> None:
+        def evict(pinned: int) -> int:
+            index = PrefixIndex(4, capacity_blocks=pinned + 20)
+            held = []
+            for n in range(pinned + 20):
+                request = ask([n] * 5)
+                index.insert(request, 4)
+                if n < pinned:
+                    held.append(index.match(request))
+            index.insert(ask([-1] * 5), 4)  # puts the order right
+            request = ask([-2] * 5)
+            count = steps(lambda: index.insert(request, 4))
+            assert matched(index, request) == 4
+            return count
+
+        assert evict(2000) == evict(5)
 
 
 class TestMemory:
