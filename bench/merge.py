@@ -2,20 +2,27 @@
 
     python bench/merge.py [--rounds N] [--json FILE]
 
-All ways run interleaved in one process on one thread; times are medians, given as a ratio to a plain copy of the same
-bytes into contiguous memory (where dtypes differ: to one converting copy). Transient memory is the peak of what a call
-allocates.
+All ways run in one process on one thread, in another order each round; times are medians of the thread's CPU time,
+which other work on the machine disturbs less than the clock on the wall, given as a ratio to a plain copy of the same
+bytes into contiguous memory (where dtypes differ: to one converting copy). Short calls are repeated back to back.
+Transient memory is the peak of what a call allocates.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import random
+import resource
 import statistics
 import time
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler, which counts allocations, has much to say
 
 import numpy as np
 import torch
@@ -47,6 +54,7 @@ CASES = [
     case("256 runs of 16 rows", [16] * 256, 15, 16, torch.bfloat16),
     case("one run of 4096 rows", [4096], 1000, 1, torch.bfloat16),
     case("one image of 64 rows", [64], 1000, 1, torch.bfloat16),
+    case("64 single rows", [1] * 64, 1, 1, torch.bfloat16),
     case("4096 single rows", [1] * 4096, 1, 16, torch.bfloat16),
     case("float32 into bf16, 16 images", [256] * 16, 200, 16, torch.float32),
     case("float32 into bf16, 256 runs", [16] * 256, 15, 16, torch.float32),
@@ -82,13 +90,20 @@ def ways(inputs: Tensor, mask: Tensor, parts: list[Tensor]) -> dict[str, Callabl
 
 
 def medians(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median seconds of CPU time of each call."""
     times: dict[str, list[float]] = {name: [] for name in calls}
+    repeat = {name: max(1, min(20, int(2e-3 / seconds(call, 1)))) for name, call in calls.items()}
     for _ in range(rounds):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            times[name].append(time.perf_counter() - start)
+        for name, call in random.sample(list(calls.items()), len(calls)):
+            times[name].append(seconds(call, repeat[name]))
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def seconds(call: Callable[[], object], repeat: int) -> float:
+    start = time.thread_time()
+    for _ in range(repeat):
+        call()
+    return (time.thread_time() - start) / repeat
 
 
 def transient_bytes(call: Callable[[], object]) -> int:
@@ -109,7 +124,7 @@ def transient_bytes(call: Callable[[], object]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
@@ -118,8 +133,7 @@ def main() -> None:
     results = []
     for entry in CASES:
         calls = ways(inputs, entry["mask"], entry["parts"])
-        rounds = arguments.rounds * (8 if entry["rows"] < 1000 else 1)
-        times = medians(calls, rounds)
+        times = medians(calls, arguments.rounds)
         written = entry["rows"] * HIDDEN * inputs.element_size()
         print(f"{entry['name']}: {written / 1e6:.1f} MB, plain copy {times['plain copy'] * 1e3:.3f} ms")
         for name, seconds in times.items():
@@ -128,6 +142,7 @@ def main() -> None:
                 {"case": entry["name"], "way": name, "ratio": ratio, "seconds": seconds, "transient_bytes": extra}
             )
             print(f"  {name:20} {ratio:6.2f} x   {extra / written:6.3f} x the bytes written allocated")
+    print(f"peak memory of the process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
     if arguments.json:
         with open(arguments.json, "w") as file:
             json.dump(results, file, indent=1)

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import statistics
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
@@ -86,19 +89,23 @@ def workload(kind: str, frames: int, turns: int, transfer: Transfer) -> list[dic
     return results
 
 
-def timed(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each call, interleaved."""
+def timed(
+    calls: dict[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.thread_time
+) -> dict[str, list[float]]:
+    """Seconds of each call, interleaved: of CPU time, which other work on the machine disturbs least."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            start = time.perf_counter()
+            start = clock()
             call()
-            times[name].append(time.perf_counter() - start)
+            times[name].append(clock() - start)
     return times
 
 
-def medians(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    return {name: statistics.median(values) for name, values in timed(calls, rounds).items()}
+def medians(
+    calls: dict[str, Callable[[], object]], rounds: int, clock: Callable[[], float] = time.thread_time
+) -> dict[str, float]:
+    return {name: statistics.median(values) for name, values in timed(calls, rounds, clock).items()}
 
 
 def join_and_stage(count: int, rounds: int) -> dict[str, float]:
@@ -171,7 +178,7 @@ def on_gpu(rounds: int) -> dict[str, float]:
         torch.cuda.synchronize()
 
     calls = {"memcpy": lambda: host.copy_(source), "pinned copy": copy, "encoder_inputs": end_to_end}
-    return medians(calls, rounds)
+    return medians(calls, rounds, time.perf_counter)
 
 
 def main() -> None:

@@ -242,7 +242,9 @@ class PinnedRing:
         if slab is not None and slab.is_pinned():
             return slab
         try:
-            slab = torch.empty(self.limit_bytes, dtype=torch.uint8, pin_memory=True)
+            # Whoever is first, others will write to it, and inference mode's tensors take no writes outside it.
+            with torch.inference_mode(False):
+                slab = torch.empty(self.limit_bytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError:
             return None
         with self._lock:

@@ -135,6 +135,26 @@ def test_copies_run_on_the_side_stream_and_the_consumer_waits_for_their_event(ac
     assert accelerator == ["record on side", "main waits", "used on main", "record on main"]
 
 
+def test_row_numbers_that_one_stream_sent_are_awaited_by_the_others(
+    accelerator: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with SimulatedDevice("cuda:0") as sim:
+        staging = Staging(sim.device, PinnedRing(1 << 16), streams_for(sim.device))
+        monkeypatch.setattr("mmcache.merge.plan.staging_for", lambda device: staging)
+        monkeypatch.setattr("mmcache.merge.write.staging_for", lambda device: staging)
+        cache = MultimodalCache(CacheConfig(capacity_bytes=1 << 20))
+        uneven = PlaceholderRange(0, 20, [n not in (1, 3, 4, 8, 11, 15) for n in range(20)])
+        item = MultimodalItem("image", None, uneven, "x", embeds=sim.to_device(torch.ones(14, 8)))
+        with cache.lookup(MultimodalRequest("p", [0] * 20, [item]), num_computed_tokens=0) as lookup:
+            plan = MergePlan([lookup])
+            plan.merge_into(torch.zeros(20, 8, device="cuda:0"))
+            assert accelerator == ["record on main", "used on main"]  # their arrival; the rows are read
+            accelerator.clear()
+            with staging.streams.side():
+                plan.merge_into(torch.zeros(20, 8, device="cuda:0"))
+            assert accelerator == ["side waits", "used on side", "used on side"]
+
+
 def test_a_device_without_a_module_of_its_own_works_in_order() -> None:
     for device in ("cpu", "meta"):
         streams = streams_for(torch.device(device))
@@ -189,6 +209,27 @@ def test_a_whole_step_on_a_gpu_never_synchronises() -> None:
         assert inputs[:, 3].tolist() == expected(requests, start, 5)
         for request in requests:
             cache.commit(request, min(start + 5, request.num_tokens))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_the_profiler_sees_no_wait_and_no_pageable_copy_in_a_step() -> None:
+    config = CacheConfig(capacity_bytes=1 << 20, device="cuda:0")
+    requests = [request_of("p", "abc"), request_of("q", "cad")]
+    step(MultimodalCache(config), requests, 0, 100, "cuda:0")  # the ring is pinned, kernels are loaded
+    torch.cuda.synchronize()
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as profile:
+        with torch.profiler.record_function("the step"):
+            step(MultimodalCache(config), requests, 0, 100, "cuda:0")
+        torch.cuda.synchronize()
+    events = profile.events()
+    [whole] = [event for event in events if event.name == "the step" and event.device_type.name == "CPU"]
+    within = [e for e in events if whole.time_range.start <= e.time_range.start <= whole.time_range.end]
+    assert [event.name for event in within if "Synchronize" in event.name] == []
+    copies = [event.name for event in events if event.name.startswith("Memcpy")]
+    assert copies
+    assert [name for name in copies if "Pageable" in name] == []
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from mmcache.errors import ConfigError, WindowError
 from mmcache.fields import FieldConfig, ItemFields, join_fields
 from mmcache.items import MultimodalItem, MultimodalRequest, PlaceholderRange
 from mmcache.planning import ItemStatus
-from mmcache.staging import PinnedRing, Staging
+from mmcache.staging import PinnedRing, Staging, fill
 from mmcache.testing import SimulatedDevice
 from mmcache.transfer import EncoderBatch, Transfer, encoder_inputs
 
@@ -378,3 +378,16 @@ def test_a_failed_write_gives_its_region_back(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(RuntimeError, match="no"):
             transfer.encoder_inputs([missing(request_of([image()]))])
         assert ring.used_bytes == 0
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_ring_that_was_pinned_in_inference_mode_serves_everybody(first: bool) -> None:
+    with SimulatedDevice("cuda:0") as sim:
+        staging = Staging(sim.device, PinnedRing(1 << 20))
+        for inference in (first, not first):
+            with torch.inference_mode(inference):
+                staged, region = staging.take((4, 3), torch.bfloat16)
+                assert region is not None
+                fill(staged, torch.ones(4, 3))  # converts
+                region.release()
+                assert staged.eq(1).all()

@@ -11,9 +11,11 @@ import numpy as np
 __all__ = ["Block", "Positions", "are_short", "evenly_spaced"]
 
 # Runs shorter than both on average are cheaper to write by fancy indexing: a call for a run costs what indexing costs
-# for some twenty rows, and no longer matters where a run is large (measured with rows of 128 bytes to 8 KB).
+# for some twenty rows, and no longer matters where a run is large (measured with rows of 128 bytes to 8 KB). Copies of
+# bits push the interpreter out of the processor's cache, so that for them it matters longer.
 _SHORT_RUN = 24
 _SHORT_RUN_BYTES = 64 << 10
+_SHORT_COPY_BYTES = 256 << 10
 
 Positions: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
@@ -42,9 +44,10 @@ class Block:
         return np.repeat(runs[:, 0] - before, runs[:, 1]) + np.arange(self.count)
 
 
-def are_short(runs: int, rows: int, row_bytes: int) -> bool:
-    """Whether `runs` runs of `rows` rows together are better written by index than one by one."""
-    return runs > 1 and rows < runs * _SHORT_RUN and rows * row_bytes < runs * _SHORT_RUN_BYTES
+def are_short(runs: int, rows: int, row_bytes: int, *, bits: bool = False) -> bool:
+    """Whether `runs` runs of `rows` rows together are better written by index than one by one; `bits`: by numpy."""
+    most = _SHORT_COPY_BYTES if bits else _SHORT_RUN_BYTES
+    return runs > 1 and rows < runs * _SHORT_RUN and rows * row_bytes < runs * most
 
 
 def evenly_spaced(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int, int]]:

@@ -60,7 +60,7 @@ def merge_embeddings(inputs_embeds: Tensor, embeddings: Embeddings, is_multimoda
     rows, on_host, alike = _check_sources(sources, target)
     width, dtype = target.shape[1], target.dtype
     few = rows * width <= chunk_elements()
-    bounds, positions, slots = _runs_of(mask, few, width * dtype.itemsize)
+    bounds, positions, slots = _runs_of(mask, few, width * dtype.itemsize, on_host and alike)
     if rows != slots:
         raise _misfit(given, mask, rows, slots)
     if not rows:
@@ -149,7 +149,7 @@ def _is_tensor(value: object) -> TypeGuard[Tensor]:
     return type(value) is Tensor or isinstance(value, Tensor)
 
 
-def _runs_of(mask: _Mask, few: bool, row_bytes: int) -> tuple[list[int], Positions | None, int]:
+def _runs_of(mask: _Mask, few: bool, row_bytes: int, bits: bool) -> tuple[list[int], Positions | None, int]:
     """Where runs begin and end, alternating; or, where runs are short or all is `few`, all positions. And how many."""
     if few:
         positions: Positions = mask.nonzero()[0]
@@ -168,7 +168,7 @@ def _runs_of(mask: _Mask, few: bool, row_bytes: int) -> tuple[list[int], Positio
         return [start, end], None, end - start
     edges = _edges(mask)
     slots = int(np.count_nonzero(mask))
-    if are_short(len(edges) // 2, slots, row_bytes):
+    if are_short(len(edges) // 2, slots, row_bytes, bits=bits):
         return [], mask.nonzero()[0], slots
     return edges.tolist(), None, slots
 

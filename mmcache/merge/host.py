@@ -54,7 +54,7 @@ def write_host(target: Tensor, blocks: Iterable[tuple[Tensor, Block]]) -> None:
 
 def _copy_bits(target: Bits, source: Bits, block: Block) -> None:
     row = block.first
-    if block.runs is None or are_short(len(block.runs), block.count, target.shape[1] * target.itemsize):
+    if block.runs is None or are_short(len(block.runs), block.count, target.shape[1] * target.itemsize, bits=True):
         target[block.indices()] = source[row : row + block.count]
         return
     for start, length in block.runs:
