@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from mmcache.items import MultimodalRequest
 from mmcache.ledger.records import RESERVED, Entry, Ticket
@@ -12,29 +13,28 @@ from mmcache.ledger.table import EntryTable
 __all__ = ["TierLoads"]
 
 
+@dataclass(frozen=True, slots=True)
 class TierLoads:
-    """The part of a ledger that tiers talk to. An entry that is being loaded is reserved and has no owner."""
+    """The part of a ledger that tiers talk to. An entry that is being loaded is reserved and has no owner.
 
-    def __init__(self, table: EntryTable, lock: threading.Lock, wake: Callable[[], None]) -> None:
-        """Share a ledger's entries.
+    Attributes:
+        table: the ledger's entries.
+        lock: the ledger's.
+        wake: called without the lock when lookups may have news.
+    """
 
-        Args:
-            table: the entries.
-            lock: the ledger's.
-            wake: called without the lock when lookups may have news.
-        """
-        self._table = table
-        self._lock = lock
-        self._wake = wake
+    table: EntryTable
+    lock: threading.Lock
+    wake: Callable[[], None]
 
     def owned(self, ticket: Ticket) -> list[Entry]:
         """Entries that the lookup would encode and that others could share."""
-        with self._lock:
+        with self.lock:
             return [entry for entry in ticket.unsettled or () if entry.owner is ticket and not entry.detached]
 
     def delegate(self, ticket: Ticket, entry: Entry) -> bool:
         """Have a tier load what the lookup owns, which is then the first to wait; False if it owns it no longer."""
-        with self._lock:
+        with self.lock:
             if entry.owner is not ticket or entry.state is not RESERVED or entry.detached:
                 return False
             entry.owner = None
@@ -43,9 +43,9 @@ class TierLoads:
 
     def reserve(self, request: MultimodalRequest, index: int) -> Entry | None:
         """Reserve for a content that nobody has and nobody asked for yet, if that needs nobody's room; else None."""
-        table = self._table
+        table = self.table
         modality, identifier = request.items[index].modality, request._identifiers[index]
-        with self._lock:
+        with self.lock:
             scope, row_bytes = table.scope_of(request), table.row_bytes.get(modality)
             nbytes = (row_bytes or 0) * request._num_rows[index]
             if row_bytes is None or identifier in scope or nbytes > table.budget.capacity - table.budget.used:
@@ -57,16 +57,16 @@ class TierLoads:
 
     def loaded(self, entry: Entry, nbytes: int | None) -> None:
         """A load has ended: with that many bytes in the store, or with nothing, and the first who waits encodes."""
-        with self._lock:
+        with self.lock:
             if entry.state is RESERVED and entry.owner is None:
                 if nbytes is None:
-                    self._table.counts["failed_loads"] += 1
-                    self._table.abandon(entry)
+                    self.table.counts["failed_loads"] += 1
+                    self.table.abandon(entry)
                 else:
-                    self._table.publish(entry, nbytes, None)
-        self._wake()
+                    self.table.publish(entry, nbytes, None)
+        self.wake()
 
     def scopes(self) -> list[tuple[str | None, str | None]]:
         """(salt, adapter) of all requests seen."""
-        with self._lock:
-            return list(self._table.scopes)
+        with self.lock:
+            return list(self.table.scopes)

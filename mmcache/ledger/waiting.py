@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mmcache.ledger.records import READY, RESERVED, Ticket
@@ -62,20 +63,17 @@ def news_of(table: EntryTable, ticket: Ticket) -> Progress:
     return Progress(ready, tuple(ticket.firsts_of(lambda entry: entry in own)))
 
 
+@dataclass(frozen=True, slots=True)
 class Waits:
-    """The part of a ledger that those talk to who wait, in threads and tasks, for each other's encodes."""
+    """The part of a ledger that those talk to who wait, in threads and tasks, for each other's encodes.
 
-    def __init__(self, table: EntryTable, lock: threading.Lock, wake: Callable[[], None]) -> None:
-        """Share a ledger's entries.
+    Attributes:
+        table, lock, wake: as of `TierLoads`.
+    """
 
-        Args:
-            table: the entries.
-            lock: the ledger's.
-            wake: called without the lock when lookups may have news.
-        """
-        self._table = table
-        self._lock = lock
-        self._wake = wake
+    table: EntryTable
+    lock: threading.Lock
+    wake: Callable[[], None]
 
     def begin(self, ticket: Ticket, arm: Callable[[Ticket], None]) -> tuple[Progress, float | None, bool]:
         """News of the lookup; where there are none, `arm` the ticket so that news wake the caller, in one step.
@@ -84,20 +82,20 @@ class Waits:
             (news, seconds after which to look again or None where nobody encodes for it, whether all that it lacks is
             its own request's to encode).
         """
-        with self._lock:
-            progress = news_of(self._table, ticket)
+        with self.lock:
+            progress = news_of(self.table, ticket)
             waits = [e for e in ticket.unsettled or () if e.state is RESERVED and e.owner is not ticket]
             others = [e for e in waits if e.owner is None or e.owner.session is not ticket.session]
             own = not others and bool(waits or ticket.with_status(ItemStatus.MISSING))
-            pause = min((self._table.lease_left(entry) for entry in others), default=None)
+            pause = min((self.table.lease_left(entry) for entry in others), default=None)
             if not progress and others:
                 arm(ticket)
-        self._wake()
+        self.wake()
         return progress, pause, own
 
     def end(self, ticket: Ticket, future: asyncio.Future[None]) -> None:
         """The future is no longer to be woken."""
-        with self._lock:
+        with self.lock:
             if ticket.futures:
                 ticket.futures = [pair for pair in ticket.futures if pair[1] is not future]
 
