@@ -65,7 +65,8 @@ def compared(*arguments: str, path: Path | None = None) -> dict[str, list[str]]:
 
 def test_what_is_not_installed_is_named() -> None:
     rows = compared()
-    assert rows["mmcache, ledger"][0] == rows["mmcache, ledger"][0].rstrip("%") + "%"
+    assert rows["mmcache, ledger, one process"][:2] == rows["mmcache, ledger, split engine"][:2]
+    assert rows["mmcache, ledger, one process"][0].endswith("%")
     for name, package in (("vLLM", "vllm"), ("SGLang", "sglang"), ("Dynamo", "dynamo")):
         if importlib.util.find_spec(package) is None:
             assert any(f"{name} is not installed" in line for line in rows["missing"])
@@ -80,7 +81,7 @@ def test_embedding_caches_that_are_installed_are_asked_the_same(tmp_path: Path) 
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     rows = compared("--capacity", "100GB", path=tmp_path)
-    hits, moved, _ = rows["mmcache, ledger"]
+    hits, moved, _ = rows["mmcache, ledger, split engine"]
     for name in ("SGLang, embedding cache", "Dynamo, embedding cache"):
         assert rows[name][:2] == [hits, moved], "with room for everything all caches hit alike"
 
@@ -89,8 +90,8 @@ def test_embedding_caches_that_are_installed_are_asked_the_same(tmp_path: Path) 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
 def test_vllm_is_asked_the_same() -> None:
     rows = {name.split(", ", 1)[-1]: row for name, row in compared("--capacity", "100GB").items() if name != "missing"}
-    assert rows["encoder cache"][0] == rows["ledger"][0]
-    assert float(rows["encoder cache"][1]) >= float(rows["ledger"][1])
+    assert rows["encoder cache"][0] == rows["ledger, split engine"][0]
+    assert float(rows["encoder cache"][1]) >= float(rows["ledger, split engine"][1])
     assert rows["processor cache, front end"][0] == rows["processor cache, engine"][0]
     assert rows["KV cache manager"][0] == rows["PrefixIndex"][0]
     assert float(rows["block hashes"][2]) > 0

@@ -33,7 +33,11 @@ def peers(capacity: int, features: int, row_bytes: int, blocks: int) -> tuple[li
     import peer_embeddings
     import peer_mmcache
 
-    found: list[Peer] = [peer_mmcache.Ledger(capacity, row_bytes), peer_mmcache.Prefix(blocks)]
+    found: list[Peer] = [
+        peer_mmcache.Ledger(capacity, row_bytes, split=False),
+        peer_mmcache.Ledger(capacity, row_bytes, split=True),
+        peer_mmcache.Prefix(blocks),
+    ]
     missing: list[str] = []
 
     def vllm() -> list[Peer]:

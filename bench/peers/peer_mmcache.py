@@ -4,36 +4,49 @@ from __future__ import annotations
 
 from asks import BLOCK, Ask, Tally, timed
 
-from mmcache import EncoderLedger, MultimodalRequest, PrefixIndex
+from mmcache import EncoderLedger, ItemStatus, MultimodalRequest, PrefixIndex
+from mmcache.ledger import Ticket
+from mmcache.planning import StepPlan
 from mmcache.policies import make_policy
 
 
 class Ledger:
-    def __init__(self, capacity_bytes: int, row_bytes: int) -> None:
+    """Decisions about embeddings: with a plan that goes to worker processes, or within one process without."""
+
+    def __init__(self, capacity_bytes: int, row_bytes: int, *, split: bool) -> None:
         rows = dict.fromkeys(("image", "video", "audio"), row_bytes)
         self._ledger = EncoderLedger(capacity_bytes, make_policy("queue-aware"), row_bytes=rows)
         self._row_bytes = row_bytes
-        self._tally = Tally("mmcache, ledger", "plan, settle, commit, release, finish; ships what is missing")
+        self._split = split
+        name, first = ("mmcache, ledger, split engine", "plan") if split else ("mmcache, ledger, one process", "open")
+        self._tally = Tally(name, f"{first}, settle, commit, release, finish; ships what is missing")
 
     def serve(self, ask: Ask) -> None:
-        ledger, request, tally = self._ledger, ask.request, self._tally
+        ledger, request, computed = self._ledger, ask.request, ask.num_computed_tokens
 
         def step() -> None:
-            plan = ledger.plan(request, num_computed_tokens=ask.num_computed_tokens)
-            missing = plan.missing
+            end = request.num_tokens
+            if self._split:
+                decided: StepPlan | Ticket = ledger.plan(request, num_computed_tokens=computed)
+                missing = decided.missing
+            else:
+                decided = ledger.open(request, computed, end, computed, 0)
+                missing = decided.with_status(ItemStatus.MISSING)
             if missing:
-                ledger.settle(plan, {i: request.items[i].placeholder.num_embeds * self._row_bytes for i in missing})
-            ledger.commit(request, request.num_tokens)
-            ledger.release(plan)
+                ledger.settle(decided, {i: request.items[i].placeholder.num_embeds * self._row_bytes for i in missing})
+            ledger.commit(request, end)
+            ledger.release(decided)
             ledger.finish(request)
-            tally.asked += len(plan.missing) + len(plan.stored)
-            tally.found += len(plan.stored)
-            tally.shipped += plan.bytes.transfer
+            ledger.take_drops()
 
-        timed(tally, step)
+        timed(self._tally, step)
 
     def tallies(self) -> list[Tally]:
-        return [self._tally]
+        stats, tally = self._ledger.stats(), self._tally
+        tally.found = stats.items["stored"]
+        tally.asked = tally.found + stats.items["missing"]
+        tally.shipped = stats.bytes["transfer"]
+        return [tally]
 
 
 class Prefix:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -145,14 +146,14 @@ class ProcessorCache:
 
         def send() -> None:
             cached = self._sender.is_cached(hashes)
-            for known, name in zip(cached, hashes):
-                if known:
-                    self._sender.touch_sender_cache_item(name)
+            for name in hashes:
+                self._sender.touch_sender_cache_item(name)
             given = [None if known else (f.data, []) for known, f in zip(cached, features)]
             sent.extend(item for item, _ in self._sender.get_and_update(given, hashes))
 
         timed(self._front, send)
-        timed(self._engine, lambda: self._receiver.get_and_update(sent, hashes))
+        came = [replace(feature, data=item) for feature, item in zip(features, sent)]
+        timed(self._engine, lambda: self._receiver.get_and_update_features(came))
         for tally in (self._front, self._engine):
             tally.asked += len(sent)
             tally.found += sum(item is None for item in sent)
