@@ -16,7 +16,7 @@ from mmcache.testing import SimulatedDevice
 torch.set_num_threads(1)
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]
-WIDTHS = [3, 40000]  # few elements, and many: they go different ways
+WIDTHS = [3, 50000]  # few elements, and many: they go different ways
 PICTURES = ["-###-", "#-#-#"]
 
 

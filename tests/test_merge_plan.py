@@ -305,20 +305,28 @@ def test_a_plan_on_a_device_sends_indices_once_and_waits_for_nothing(is_embed: l
 
 @pytest.mark.parametrize("width", [4, 3000])
 def test_rows_that_lie_in_a_destination_are_read_before_any_is_written(width: int) -> None:
-    request = request_of([item(2, 3)])
-    for place in (0, 1, 5):
+    request = request_of([item(2, 4, is_embed=[True, False, True, True])])
+    for place in (0, 1, 2, 5):
         inputs, level = torch.randn(8, width), torch.zeros(8, width)
         plan = MergePlan([lookup_of(request, (0, 8), {0: inputs[place : place + 3]})])
         expected = inputs.clone()
-        expected[2:5] = inputs[place : place + 3].clone()
+        expected[[2, 4, 5]] = inputs[place : place + 3].clone()
         plan.merge_into(inputs)
         assert torch.equal(inputs, expected)
         wide = torch.randn(8, 2 * width)  # the levels lie in the rows that are merged
         held = wide[0:3]
         right = held.clone()
         MergePlan([lookup_of(request, (0, 8), {0: held})]).merge_into(wide[:, :width], level)
-        assert torch.equal(wide[2:5, :width], right[:, :width])
-        assert torch.equal(level[2:5], right[:, width:])
+        assert torch.equal(wide[[2, 4, 5], :width], right[:, :width])
+        assert torch.equal(level[[2, 4, 5]], right[:, width:])
+
+
+def test_an_item_may_lie_where_another_is_written() -> None:
+    request = request_of([item(0, 2, "a"), item(5, 2, "b")])
+    inputs = torch.randn(8, 4)
+    right = inputs[[5, 6, 2, 3, 4, 0, 1, 7]]
+    MergePlan([lookup_of(request, (0, 8), {0: inputs[5:7], 1: inputs[0:2]})]).merge_into(inputs)
+    assert torch.equal(inputs, right)
 
 
 def test_levels_may_lie_side_by_side_in_one_buffer() -> None:

@@ -388,6 +388,7 @@ def test_a_ring_that_was_pinned_in_inference_mode_serves_everybody(first: bool) 
             with torch.inference_mode(inference):
                 staged, region = staging.take((4, 3), torch.bfloat16)
                 assert region is not None
-                fill(staged, torch.ones(4, 3))  # converts
+                assert not region.buffer.is_inference()  # PyTorch would refuse to write to it elsewhere
+                fill(staged, torch.ones(4, 3))
                 region.release()
                 assert staged.eq(1).all()
