@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +108,11 @@ class Engine:
                 if not waiting:
                     del self.under_way[number]
                     over += [self.settle(request, plan) for request, plan in parts]
-        for side in self.sides:
-            if side.poll():
-                try:
-                    pytest.fail(side.recv())
-                except EOFError:
-                    continue
+        for side in wait(self.sides, 0):
+            try:
+                pytest.fail(side.recv())
+            except EOFError:
+                self.sides.remove(side)  # its worker was killed
         return over
 
     def settle(self, request: MultimodalRequest, plan: StepPlan) -> MultimodalRequest:
