@@ -52,9 +52,9 @@ class Clip:
     modality: str = "image"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for every request, and that would take three times as long
 class Turn:
-    """One request of a workload.
+    """One request of a workload. Not to be changed.
 
     Attributes:
         conversation: its name. The turns of one conversation run one after the other.
