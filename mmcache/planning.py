@@ -377,15 +377,13 @@ def count_bytes(request: MultimodalRequest, span: Span, outcome: Mapping[int, It
     for index in range(span.first, span.later):
         sums[category(index)] += until[index + 1] - until[index]
     zero = request._zero_rows
-    if zero:
-        for index in zero[bisect_left(zero, span.later) : bisect_left(zero, num_items)]:
-            size = until[index + 1] - until[index]
-            sums[ItemStatus.LATER] -= size
-            sums[ItemStatus.COVERED] += size
+    for index in zero[bisect_left(zero, span.later) : bisect_left(zero, num_items)]:
+        size = until[index + 1] - until[index]
+        sums[ItemStatus.LATER] -= size
+        sums[ItemStatus.COVERED] += size
     if request._shared:
-        moving = [index for index, status in outcome.items() if status is ItemStatus.MISSING]
         moved: set[int] = set()
-        for index in moving:
+        for index in (i for i, status in outcome.items() if status is ItemStatus.MISSING):
             for value, home, size in request._shared.get(index, ()):
                 if value not in moved and outcome.get(home) is not ItemStatus.MISSING:
                     sums[category(home)] -= size
