@@ -5,29 +5,14 @@ from __future__ import annotations
 import gc
 import threading
 import tracemalloc
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+from prefix_helpers import IMG, ask, image, matched
 from step_count import steps
 
-from mmcache import ConfigError, MultimodalItem, MultimodalRequest, PlaceholderRange, PrefixIndex, RequestError
-
-IMG = 9
-
-
-def image(identifier: str, offset: int, length: int) -> MultimodalItem:
-    return MultimodalItem("image", None, PlaceholderRange(offset, length), identifier)
-
-
-def ask(tokens: Sequence[int], *items: MultimodalItem) -> MultimodalRequest:
-    return MultimodalRequest("r", np.asarray(tokens, np.int32), items)
-
-
-def matched(index: PrefixIndex, request: MultimodalRequest) -> int:
-    with index.match(request) as match:
-        return match.num_tokens
+from mmcache import ConfigError, MultimodalRequest, PrefixIndex, RequestError
 
 
 class TestItemsThatComeAfterTheirTokens:
