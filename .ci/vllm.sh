@@ -36,8 +36,6 @@ PY
     rm -rf "$work"
     touch "$stamp"
 fi
-[[ ${1:-} != install ]] || exit 0
-
 # The next release's sources, to be compared and not to be run: its wheel is for machines with a GPU
 next=0.33.0
 sources="$venv/vllm-$next"
@@ -58,6 +56,7 @@ PY
     fi
     rm -rf "$work"
 fi
+[[ ${1:-} != install ]] || exit 0
 if [[ -d $sources ]]; then export VLLM_SOURCES=$sources; fi
 
 # Editable, for its entry point: `vllm.general_plugins` is how vLLM finds the connector
@@ -65,4 +64,4 @@ if [[ -d $sources ]]; then export VLLM_SOURCES=$sources; fi
 
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 OMP_NUM_THREADS=1
 exec "$venv/bin/python" -m pytest -q -m vllm --durations=8 tests/test_vllm_source.py tests/test_vllm_engine.py \
-    tests/test_vllm_server.py
+    tests/test_vllm_server.py tests/test_peers.py
