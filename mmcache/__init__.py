@@ -1,9 +1,10 @@
 """mmcache: a prefix-cache-aware cache for the multimodal inputs of LLM serving engines.
 
 For every image, video and audio clip of a request it says which tensors the model still needs, and where; see
-`MultimodalCache`. The rooms of the package, from the bottom: `errors`, `fields`, `testing`; `items`, `hashing`,
-`policies`, `namespaces`, `stats`; `planning`, `prefix`, `features`, `tiers`, `models`; `ledger`, `store`, `transfer`,
-`merge`; `cache`, `ipc`; `engines`, `audit`; `replay`, `metrics`, `cli`. Rooms import downwards or sideways only.
+`MultimodalCache`. The rooms of the package, from the bottom: `errors`, `integers`, `fields`, `testing`; `items`,
+`hashing`, `identity`, `policies`, `namespaces`, `stats`; `planning`, `prefix`, `features`, `tiers`, `models`,
+`staging`; `ledger`, `store`, `transfer`, `merge`; `cache`, `ipc`; `engines`, `audit`; `replay`, `metrics`, `cli`.
+Rooms import downwards or sideways only.
 """
 
 from mmcache.cache import CacheConfig, CacheEvent, Lookup, MultimodalCache

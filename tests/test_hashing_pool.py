@@ -1,5 +1,6 @@
 """Hashing in threads, and giving it up."""
 
+import os
 import sys
 import threading
 import time
@@ -8,7 +9,7 @@ from concurrent.futures import CancelledError
 import numpy as np
 import pytest
 
-from mmcache import ConfigError, UnhashableContentError
+from mmcache import ConfigError, ReleasedError, UnhashableContentError
 from mmcache.hashing import AudioSource, ContentHasher, HashPool, ImageSource, VideoSource
 
 
@@ -165,10 +166,26 @@ def test_a_hash_that_keeps_the_gil_would_be_noticed():
 
 
 def test_a_pool_needs_a_worker_and_can_be_closed_twice():
-    with pytest.raises(ConfigError):
-        HashPool(ContentHasher(), 0)
+    for workers in (0, True, 1.5, None):
+        with pytest.raises(ConfigError, match="worker"):
+            HashPool(ContentHasher(), workers)
+    with pytest.raises(ConfigError, match="ContentHasher"):
+        HashPool("xxh3_128")
     pool = HashPool(ContentHasher())
     pool.close()
     pool.close()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ReleasedError, match="closed"):
         pool.submit(1)
+
+
+def test_a_forked_child_digests_with_threads_of_its_own():
+    hasher = ContentHasher()
+    with HashPool(hasher, 1) as pool:
+        digest = pool.submit(b"before").result()
+        child = os.fork()
+        if not child:  # only a number may leave it: pytest's own cleaning up belongs to the parent
+            same = pool.submit(b"before").result(timeout=30) == digest
+            pool.close()
+            os._exit(0 if same else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert pool.submit(b"before").result() == digest

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Self
 
-from mmcache.errors import ConfigError
+from mmcache.errors import ConfigError, ReleasedError
 from mmcache.hashing.hasher import ContentHasher
+from mmcache.integers import as_int
 
 __all__ = ["HashPool"]
 
@@ -37,12 +39,21 @@ class HashPool:
         """Start a pool of at most `max_workers` threads.
 
         Raises:
-            ConfigError: fewer than one.
+            ConfigError: no hasher, or not an integer of at least one.
         """
-        if max_workers < 1:
-            raise ConfigError("a pool needs a worker", field="max_workers", found=max_workers)
+        if not isinstance(hasher, ContentHasher):
+            raise ConfigError("a pool digests with a ContentHasher", field="hasher", found=type(hasher).__name__)
+        workers = as_int(max_workers)
+        if workers is None or workers < 1:
+            raise ConfigError("a pool needs a worker", field="max_workers", expected=">= 1", found=max_workers)
         self._hasher = hasher
-        self._executor = ThreadPoolExecutor(max_workers, thread_name_prefix="mmcache-hash")
+        self._workers = workers
+        self._closed = False
+        self._start()
+
+    def _start(self) -> None:
+        self._executor = ThreadPoolExecutor(self._workers, thread_name_prefix="mmcache-hash")
+        self._process = os.getpid()
 
     def submit(self, /, *parts: object, **named_parts: object) -> Future[str]:
         """Digest in the pool, as `ContentHasher.digest` does.
@@ -52,8 +63,12 @@ class HashPool:
             its result is then a `CancelledError`.
 
         Raises:
-            RuntimeError: the pool is closed.
+            ReleasedError: the pool is closed.
         """
+        if self._closed:
+            raise ReleasedError("the pool is closed")
+        if self._process != os.getpid():  # threads do not come along into a forked process
+            self._start()
         future = _Hashing()
         self._executor.submit(self._work, future, parts, named_parts)
         return future
@@ -72,7 +87,9 @@ class HashPool:
 
     def close(self) -> None:
         """Wait for what was submitted, and end the threads. Idempotent."""
-        self._executor.shutdown()
+        self._closed = True
+        if self._process == os.getpid():
+            self._executor.shutdown()
 
     def __enter__(self) -> Self:
         return self
