@@ -3,6 +3,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
+import pytest
 import torch
 
 # Small parallel operations on shared cores stall at barriers, and would make results depend on the machine.
@@ -14,3 +15,10 @@ hypothesis.settings.register_profile(
     "unshrunk", deadline=None, phases=(hypothesis.Phase.explicit, hypothesis.Phase.reuse, hypothesis.Phase.generate)
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Names that hold an address differ between processes, and the tests could not be shared out among them."""
+    named_by_address = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    if named_by_address:
+        raise pytest.UsageError(f"tests are named by values, not by addresses: {named_by_address}")

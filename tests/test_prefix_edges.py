@@ -238,7 +238,7 @@ class TestBadInput:
         with pytest.raises(RequestError, match="MultimodalRequest"):
             index.insert(request_, 0)
 
-    @pytest.mark.parametrize("ids", [{1, 2}, {1: 2}, iter([1, 2]), 5, "12", [[1], [2]], object()], ids=repr)
+    @pytest.mark.parametrize("ids", [{1, 2}, {1: 2}, iter([1, 2]), 5, "12", [[1], [2]], object()])
     def test_ids_that_are_no_sequence_of_integers(self, ids: Any) -> None:
         index = PrefixIndex(4)
         with pytest.raises(RequestError, match="'r'"):
