@@ -154,7 +154,7 @@ def test_positions_run_on_the_cpu_and_the_encoder_gets_text_on_the_device() -> N
     assert not report.wrong
 
 
-def test_a_field_that_is_needed_in_both_places_is_wrong_in_either_until_the_consumer_copies_it() -> None:
+def test_a_field_that_is_needed_in_both_places_stays_and_the_consumer_has_to_copy_it() -> None:
     def encoder(pixel_values: Tensor, lengths: Tensor) -> Tensor:
         return TOWER.weight(pixel_values) * lengths[:, None]
 
@@ -166,11 +166,45 @@ def test_a_field_that_is_needed_in_both_places_is_wrong_in_either_until_the_cons
         return encoder(pixel_values, there)
 
     batch = {"pixel_values": patches(), "lengths": torch.arange(10)}
-    for mark, verdict in ((True, Verdict.MUST_MOVE), (False, Verdict.SHOULD_STAY)):
-        field = audit(encoder, batch, configs(pixel_values=False, lengths=mark), positions=positions)["lengths"]
-        assert (field.verdict, field.right_mark) == (verdict, True)
+    for mark, verdict in ((True, Verdict.NEEDS_COPY), (False, Verdict.SHOULD_STAY)):
+        report = audit(encoder, batch, configs(pixel_values=False, lengths=mark), positions=positions)
+        field = report["lengths"]
+        assert (field.verdict, field.wrong, field.right_mark) == (verdict, not mark, True)
         assert "let the consumer copy it" in field.reason
-    assert not audit(careful, batch, configs(pixel_values=False, lengths=True), positions=positions).wrong
+        assert (report.ok, report.exit_status, report.suggested["lengths"]) == (False, 1, True)
+        assert any(use.op == "mul" for use in field.uses)
+    kept = audit(encoder, batch, configs(pixel_values=False, lengths=True), positions=positions)
+    assert kept.wrong == ()
+    assert str(kept).endswith("all 2 marks are right\nthe consumer has to copy: lengths")
+    assert audit(careful, batch, configs(pixel_values=False, lengths=True), positions=positions).ok
+
+
+def test_a_right_mark_is_not_called_wrong_for_what_another_field_s_wrong_mark_does_to_it() -> None:
+    def positions(grid: Tensor, seconds: Tensor) -> Tensor:
+        start = grid.sum() + 1  # of the device if the grid is
+        return torch.ones(2) * (start * seconds)
+
+    batch = {**BATCH, "seconds": torch.tensor([1.0, 2.0])}
+    for marks in ({"grid": False}, {"grid": False, "seconds": False}, {"seconds": False}):
+        given = configs(**{"pixel_values": False, "grid": True, "seconds": True, **marks})
+        report = audit(split_rows, batch, given, positions=positions)
+        assert {field.name for field in report.wrong} == set(marks)
+        assert report.suggested == {"pixel_values": False, "grid": True, "seconds": True}
+        assert f"wrong marks: {', '.join(marks)}" in str(report)
+        assert "NEEDS" not in str(report)
+
+
+def test_a_wrong_mark_that_another_hides_is_reported_too() -> None:
+    def encoder(pixel_values: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        if not a.is_cpu:
+            raise RuntimeError("the kernel takes CPU tensors")
+        return TOWER.weight(pixel_values) * b
+
+    batch = {"pixel_values": patches(), "a": torch.ones(8), "b": torch.ones(8)}
+    report = audit(encoder, batch, configs(pixel_values=False, a=False, b=True))
+    assert verdicts(report) == {"pixel_values": "right", "a": "should stay", "b": "must move"}
+    assert report["b"].uses
+    assert report.suggested == {"pixel_values": False, "a": True, "b": False}
 
 
 # Moves that the consumer makes itself

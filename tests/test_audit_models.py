@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -264,6 +265,9 @@ def test_a_folder_with_weights_is_audited_with_them(tmp_path: Path) -> None:
         (["--model", "nobody"], "nobody"),
         (["--model", "isaac"], "no tiny model"),
         (["--model", "."], "config"),
+        (["--model", "./nodir"], "'./nodir'"),
+        (["--model", "some/model"], "does not exist"),
+        (["--model", "nodir"], "no such folder"),
         (["--model", "llava", "--config", "missing.json"], "missing.json"),
     ],
 )
@@ -280,6 +284,56 @@ def test_what_cannot_be_audited_is_one_line_and_exit_status_2(
     assert captured.out == ""
     assert words in captured.err
     assert len(captured.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("model", ["./nodir", "a/b.json"])
+def test_a_path_that_does_not_exist_is_said_so_without_a_list_of_models(model: str) -> None:
+    with pytest.raises(ConfigError, match="does not exist") as caught:
+        load_subject(model)
+    assert "qwen2_vl" not in str(caught.value)
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is no folder"):
+        load_subject(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("model", ["nobody", "minicpmv", "phi4mm", "transformers", "isaac"])
+def test_the_models_that_are_offered_are_those_that_can_be_audited(model: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_subject(model)
+    offered = str(caught.value).partition("one of ")[2].partition(", found")[0]
+    assert offered.split(", ") == sorted(TINY)
+
+
+def test_a_folder_of_a_family_s_name_without_a_config_does_not_hide_the_family(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "llava").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert load_subject("llava").model_type == "llava"
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "audit.md"
+
+
+def test_the_page_lists_the_models_that_can_be_audited() -> None:
+    listed = PAGE.read_text(encoding="utf-8").partition("batch for:\n\n")[2].partition("\n\n")[0]
+    assert listed.replace("\n", " ").split(", ") == sorted(TINY)
+
+
+def test_the_page_shows_what_the_command_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    marks = tmp_path / "marks.json"
+    marks.write_text('{"image_grid_thw": false}')
+    assert main(["audit", "--model", "qwen2_5_vl", "--config", str(marks)]) == 1
+    printed = capsys.readouterr().out
+    page = PAGE.read_text(encoding="utf-8")
+    start = page.partition("same kind):\n\n")[2].partition("\n\n")[0]
+    ending = page.partition("and ends with:\n\n")[2].partition("\n\n")[0]
+    assert printed.endswith("\n" + textwrap.dedent(ending) + "\n")
+    for line in textwrap.dedent(start).splitlines():
+        assert all(part in printed for part in line.split("...")), line
 
 
 @pytest.mark.parametrize(

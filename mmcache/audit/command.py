@@ -20,21 +20,29 @@ def add_audit_command(commands: Any) -> None:
         "audit",
         help="prove where the fields of a model belong: on the device or on the CPU",
         description="Run a model's real encoder on a simulated device, no GPU needed, and report for each field whether"
-        " its place is right, with the consumer's file and line. Exit status 1 if a mark is wrong.",
+        " its place is right, with the consumer's file and line. Exit status 1 if a mark is wrong or the consumer lacks"
+        " a copy of a field.",
     )
     parser.add_argument(
         "--model",
         required=True,
         metavar="DIR_OR_TYPE",
-        help="a folder with a config.json and perhaps weights, or a model_type, of which a tiny model is built",
+        help="a folder with a config.json and perhaps weights, or a model_type, of which a tiny model is built"
+        " (any other name prints which there are)",
     )
     parser.add_argument(
-        "--config", metavar="FILE", help="JSON of field names and their keep_on_cpu, in place of the marks that ship"
+        "--config",
+        metavar="FILE",
+        help="JSON of field names and their keep_on_cpu, or what --suggest writes, in place of the marks that ship",
     )
     parser.add_argument(
         "--attention", default="sdpa", choices=("sdpa", "eager"), help="attention to run (default: %(default)s)"
     )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print the report as JSON (a flag: to standard output, no FILE as in replay and size)",
+    )
     parser.add_argument(
         "--suggest",
         nargs="?",

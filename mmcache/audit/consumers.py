@@ -15,11 +15,12 @@ from mmcache.audit.report import AuditReport
 from mmcache.audit.samples import SAMPLES, Batch
 from mmcache.audit.tiny import TINY
 from mmcache.audit.verdicts import Auditor
-from mmcache.errors import ConfigError, MMCacheError
+from mmcache.errors import ConfigError, MMCacheError, UnsupportedError
 from mmcache.models import OnDevice, family, field_configs, field_table
 
 __all__ = ["Subject", "audit_model", "load_subject"]
 
+_AUDITED = f"one of {', '.join(sorted(TINY))}"
 _FEATURES = ("get_image_features", "get_video_features", "get_audio_features")
 
 
@@ -136,20 +137,43 @@ def load_subject(model: str | Path, *, attention: str = "sdpa") -> Subject:
         if any((*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin"))):
             weights = folder
     else:
-        names = (str(model), *family(str(model)).names)
-        model_type = next((name for name in names if name in TINY), "")
-        if not model_type:
-            raise ConfigError("no tiny model of this family", found=repr(str(model)), expected=f"one of {sorted(TINY)}")
+        model_type = _tiny_type(model)
         config = transformers.AutoConfig.for_model(_CLASS_OF.get(model_type, model_type), **TINY[model_type])
-    family(model_type)
     if model_type not in SAMPLES:
-        raise ConfigError(
-            "no sample batch for this family", found=repr(model_type), expected=f"one of {sorted(SAMPLES)}"
-        )
+        _names_of(model_type)
+        raise ConfigError("no sample batch for this family", found=repr(model_type), expected=_AUDITED)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         built = _build(transformers, config, weights, attention)
     return Subject(model_type, built.eval(), SAMPLES[model_type](config))
+
+
+def _tiny_type(model: str | Path) -> str:
+    """The `model_type` of the tiny model that a name stands for."""
+    name = str(model)
+    if name in TINY:
+        return name
+    if isinstance(model, Path) or Path(name).exists() or "/" in name or "\\" in name:
+        what = "is no folder" if Path(name).exists() else "does not exist, and nothing is downloaded"
+        raise ConfigError(
+            f"the model {what}", found=repr(name), expected="a folder with a config.json, or a model_type"
+        )
+    names = _names_of(name)
+    tiny = next((known for known in names if known in TINY), None)
+    if tiny is None:
+        what = "no tiny model of this family" if names else "no such folder, and no such model"
+        raise ConfigError(what, found=repr(name), expected=_AUDITED if names else f"a folder, or {_AUDITED}")
+    return tiny
+
+
+def _names_of(name: str) -> tuple[str, ...]:
+    """All names of a family; none if there is no such family."""
+    try:
+        return family(name).names
+    except UnsupportedError:
+        raise
+    except ConfigError:
+        return ()
 
 
 def _build(transformers: Any, config: Any, weights: Path | None, attention: str) -> Any:

@@ -69,8 +69,10 @@ class Auditor:
         reports = self._judge(marks, configs, judged)
         suggested = {**marks, **{name: report.right_mark for name, report in reports.items()}}
         for _ in range(_ROUNDS):
-            # One wrong mark can hide another: the suggestion is audited itself until it stands.
+            # One wrong mark can hide another, or make a right one look wrong: the suggestion is audited itself until it
+            # stands, and a mark is judged beside the best marks of the others that it was tried with.
             again = self._judge(suggested, configs, judged)
+            reports.update((name, report) for name, report in again.items() if report.keep_on_cpu == marks[name])
             better = {**marks, **{name: report.right_mark for name, report in again.items()}}
             if better == suggested:
                 break
@@ -117,8 +119,10 @@ def _report(name: str, config: FieldConfig, marked: bool, base: Observation, oth
     on_cpu, on_device = (base, other) if marked else (other, base)
     place, uses, reason = _place(name, on_cpu, on_device)
     phases = tuple(phase for phase, names in base.touched.items() if name in names)
-    if marked and place in (_Place.DEVICE, _Place.BOTH):
+    if marked and place is _Place.DEVICE:
         verdict = Verdict.MUST_MOVE
+    elif marked and place is _Place.BOTH:
+        verdict = Verdict.NEEDS_COPY
     elif not marked and place in (_Place.CPU, _Place.BOTH):
         verdict = Verdict.SHOULD_STAY
     else:
