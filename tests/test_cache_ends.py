@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import gc
 import pickle
 from typing import Any
 
@@ -274,3 +275,26 @@ def test_late_rows_of_an_encoder_before_the_invalidation_still_serve_their_own()
     cache.insert(after, [rows_of("a", 4, 8).bfloat16()])
     cache.insert(before, [rows_of("a", 4)])
     assert torch.equal(before.merge_into(torch.zeros(20, WIDTH))[:4], rows_of("a", 4))
+
+
+def test_a_forgotten_lookup_is_released_by_whatever_is_asked_next() -> None:
+    asked = {
+        "stats": lambda cache, waiter: cache.stats(),
+        "finish": lambda cache, waiter: cache.finish("nobody"),
+        "announce": lambda cache, waiter: cache.announce(one_image("other", "b")),
+        "invalidate": lambda cache, waiter: cache.invalidate(identifier="b"),
+        "status": lambda cache, waiter: waiter.status(0),
+        "missing": lambda cache, waiter: waiter.missing,
+    }
+    for name, ask in asked.items():
+        cache = MultimodalCache(CacheConfig(capacity_bytes=100 * ROW_BYTES, row_bytes={"image": ROW_BYTES}))
+        owner = cache.lookup(one_image("owner", "a"), num_computed_tokens=0)
+        waiter = cache.lookup(one_image("waiter", "a"), num_computed_tokens=0)
+        assert waiter.in_flight == (0,)
+        del owner
+        gc.collect()
+        ask(cache, waiter)
+        assert waiter.missing == (0,), name
+        assert cache.stats().forgotten_lookups == 1, name
+        waiter.release()
+        assert cache.stats().used_bytes == 0, name

@@ -11,10 +11,14 @@ from cache_forms import both_forms, check_merge, fill, one_image, step
 
 from mmcache import (
     CacheConfig,
+    ConfigError,
     EmbeddingError,
     MultimodalCache,
+    MultimodalItem,
+    PlaceholderRange,
     RequestError,
     UnresolvedItemError,
+    make_policy,
 )
 
 
@@ -103,3 +107,41 @@ def test_another_width_or_dtype_is_refused() -> None:
             lookup, [torch.zeros(4, WIDTH, dtype=torch.int32).view(torch.float32).to(torch.float16).repeat(1, 2)]
         )
     cache.insert(lookup, [torch.zeros(4, WIDTH)])
+
+
+@both_forms
+@pytest.mark.parametrize("encoded", [False, True], ids=["in flight", "stored"])
+def test_rows_of_another_modality_are_never_served(make: Any, encoded: bool) -> None:
+    """A picture and a clip may hold the same bytes; their encoders differ."""
+    cache = make(row_bytes={"image": WIDTH * 4, "video": WIDTH * 4})
+    picture = cache.lookup(one_image("r", "same"), num_computed_tokens=0)
+    if encoded:
+        fill(cache, picture)
+    clip = MultimodalItem("video", None, PlaceholderRange(1, 4), "same")
+    lookup = cache.lookup(request("s", 6, [clip]), num_computed_tokens=0)
+    assert lookup.missing == (0,)
+    cache.insert(lookup, {0: torch.full((4, WIDTH), 7.0)})
+    target = torch.zeros(6, WIDTH)
+    lookup.merge_into(target)
+    assert (target[1:5] == 7).all()
+    if not encoded:
+        fill(cache, picture)
+    check_merge(picture)
+    for open_lookup in (picture, lookup):
+        open_lookup.release()
+        cache.finish(open_lookup.request)
+    stats = cache.stats()
+    assert stats.stale == 1
+    assert stats.pinned_bytes == 0
+
+
+def test_a_policy_of_ones_own_or_its_name() -> None:
+    policy = make_policy("lru")
+    cache = MultimodalCache(CacheConfig(capacity_bytes=8 * WIDTH * 4, policy=policy, row_bytes={"image": WIDTH * 4}))
+    for name in "abc":  # room for two
+        step(cache, one_image(name, name))
+        cache.finish(name)
+    assert policy.victim() is not None
+    for wrong in ("fifo", None, 3, [], object()):
+        with pytest.raises(ConfigError, match="policy"):
+            CacheConfig(capacity_bytes=1, policy=wrong)

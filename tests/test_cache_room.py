@@ -148,8 +148,9 @@ def test_widths_are_learned_where_they_are_not_configured(make: Any) -> None:
     assert step(cache, one_image("r1", "a")) == ["a"]
     assert cache.stats().used_bytes == 4 * ROW_BYTES
     assert step(cache, one_image("r2", "a")) == []
-    cache.lookup(one_image("r3", "b"), num_computed_tokens=0)
+    lookup = cache.lookup(one_image("r3", "b"), num_computed_tokens=0)
     assert cache.stats().used_bytes == 8 * ROW_BYTES
+    lookup.release()
 
 
 @both_forms

@@ -63,7 +63,7 @@ def test_a_mask_is_copied() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [(-1, 2), (0, -2), (0.5, 2), ("0", 2), (True, 2), (0, 2, [True]), (0, 2, [1, 0]), (0, 2, torch.ones(1, 2).bool())],
+    [(-1, 2), (0, -2), (0.5, 2), ("0", 2), (True, 2), (0, 2, [True]), (0, 2, [1, 2]), (0, 2, torch.ones(1, 2).bool())],
 )
 def test_bad_ranges(arguments: Any) -> None:
     with pytest.raises(PlaceholderError):
@@ -128,3 +128,14 @@ def test_what_is_out_of_scope_says_so() -> None:
 def test_given_embeddings_fit_their_placeholder(embeds: Any) -> None:
     with pytest.raises(EmbeddingError):
         MultimodalItem("image", None, PlaceholderRange(0, 4), "a", embeds=embeds)
+
+
+@pytest.mark.parametrize("mask", [[1, 1, 0, 1], np.array([1, 1, 0, 1], np.uint8), torch.tensor([1, 1, 0, 1])])
+def test_a_mask_of_zeros_and_ones(mask: object) -> None:
+    assert PlaceholderRange(0, 4, mask).runs == ((0, 2), (3, 1))
+
+
+@pytest.mark.parametrize("mask", [[1, 1, 0, 2], [-1, 1, 0, 1], [1.0, 1.0, 0.0, 1.0], ["1", "1", "0", "1"]])
+def test_a_mask_of_anything_else_is_refused(mask: object) -> None:
+    with pytest.raises(PlaceholderError, match="is_embed"):
+        PlaceholderRange(0, 4, mask)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mmcache.errors import EmbeddingError, UnresolvedItemError, WindowError
+from mmcache.errors import EmbeddingError, RequestError, UnresolvedItemError, WindowError
 from mmcache.items import MultimodalItem, MultimodalRequest, PlaceholderRange
 from mmcache.merge import MergePlan
 from mmcache.testing import SimulatedDevice
@@ -427,3 +427,9 @@ def test_token_ids_are_made_harmless_in_the_shape_they_have(shape: tuple[int, ..
 def test_token_ids_of_another_kind_are_refused(ids: Any) -> None:
     with pytest.raises(EmbeddingError):
         MergePlan([lookup_of(request_of([item(4, 2)]), (0, 18), {})]).safe_token_ids(ids)
+
+
+def test_a_merge_is_of_lookups() -> None:
+    for wrong in (None, 3, [None], [3], [SimpleNamespace(window=(0, 1))]):
+        with pytest.raises(RequestError, match="lookups"):
+            MergePlan(wrong)

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from prefix_helpers import IMG, ask, image, matched
 from step_count import steps
 
-from mmcache import ConfigError, MultimodalRequest, PrefixIndex, RequestError
+from mmcache import ConfigError, MultimodalRequest, PrefixIndex, RequestError, block_keys
 
 
 class TestItemsThatComeAfterTheirTokens:
@@ -360,3 +361,18 @@ class TestMemory:
         assert matched(index, ask([*range(8), 20, 21, 22, 23, 0])) == 12
         assert matched(index, ask([*range(8), 30, 31, 32, 33, *range(200, 300), 0])) == 112
         assert matched(index, ask([*range(8), 20, 21, 22, 23, *range(100, 200), 0])) == 12
+
+
+def test_integers_are_pythons_numpys_or_tensors() -> None:
+    index = PrefixIndex(np.int64(4), np.int32(8))
+    assert (type(index.block_size), index.block_size, index.capacity_blocks) == (int, 4, 8)
+    request = MultimodalRequest("r", list(range(9)))
+    assert index.insert(request, torch.tensor(8)) == range(2)
+    assert block_keys(request, np.int64(4)) == block_keys(request, 4)
+    for wrong in (True, 4.0, "4", None, 0):
+        with pytest.raises(ConfigError, match="block"):
+            PrefixIndex(wrong)
+        with pytest.raises(ConfigError, match="block"):
+            block_keys(request, wrong)
+    with pytest.raises(RequestError):
+        block_keys(None, 4)

@@ -32,7 +32,7 @@ def test_memory_is_flat_in_the_length_of_a_workload(name: str) -> None:
         tracemalloc.stop()
         return most
 
-    simulate(generate(name, 100), engine)  # what is made once and kept by the process
+    simulate(generate(name, 2700), engine)  # names of contents are made once and kept, as many as a bound allows
     # In 900 requests the first conversations have ended: from there on as many are under way.
     assert peak(2700) < 1.5 * peak(900), "three times as long"
 

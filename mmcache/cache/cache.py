@@ -53,7 +53,7 @@ class MultimodalCache:
         self.prefix = PrefixIndex(config.block_size, config.prefix_blocks) if config.prefix_blocks else None
         self._ledger = EncoderLedger(
             config.capacity_bytes,
-            make_policy(config.policy),
+            make_policy(config.policy) if isinstance(config.policy, str) else config.policy,
             row_bytes=config.row_bytes,
             lease_seconds=config.lease_seconds,
             split_by_adapter=config.adapter_touches_encoder,
@@ -200,6 +200,7 @@ class MultimodalCache:
         Raises:
             WindowError: more tokens than the request has, or fewer than none.
         """
+        self._release_forgotten()
         num_tokens = self._ledger.commit(request, num_tokens)
         if self.prefix is not None:
             self.prefix.insert(request, num_tokens)
@@ -207,6 +208,7 @@ class MultimodalCache:
 
     def finish(self, request: MultimodalRequest | str) -> None:
         """The request, or the one of that id, is done, aborted or gone: all it holds is given up. Idempotent."""
+        self._release_forgotten()
         for ticket in self._ledger.finish(request):
             if ticket.match is not None:
                 ticket.match.release()
@@ -224,6 +226,7 @@ class MultimodalCache:
         Raises:
             WindowError: `num_computed_tokens` lies outside the request's tokens.
         """
+        self._release_forgotten()
         needed = self._ledger.announce(request, num_computed_tokens)
         if self._tiers is not None:
             self._tiers.prefetch(request, needed)
@@ -248,6 +251,7 @@ class MultimodalCache:
             identifier: forget this content alone.
             prefix: clear the prefix index as well.
         """
+        self._release_forgotten()
         if namespace is not None and namespace != self.config.namespace:
             return
         self._ledger.invalidate(identifier)
@@ -288,6 +292,7 @@ class MultimodalCache:
 
     def stats(self) -> CacheStats:
         """What the cache has done so far, and what it holds."""
+        self._release_forgotten()
         return self._ledger.stats(self._prefix_found, self._prefix_asked)
 
     # -- within the package --------------------------------------------------------------------------------------------

@@ -11,8 +11,11 @@ import torch
 from mmcache.errors import ConfigError
 from mmcache.integers import as_int
 from mmcache.namespaces import Namespace
+from mmcache.policies import EvictionPolicy, make_policy
 
 __all__ = ["CacheConfig"]
+
+_POLICY = ("add", "touch", "remove", "pin", "unpin", "victim")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +25,7 @@ class CacheConfig:
     Attributes:
         capacity_bytes: budget for embeddings.
         namespace: what must be equal for two embeddings of one content to be interchangeable; a name or a `Namespace`.
-        policy: eviction order: "queue-aware", "gdsf" or "lru".
+        policy: eviction order: "queue-aware", "gdsf", "lru", or an `EvictionPolicy` of your own, for one cache alone.
         row_bytes: bytes of one embedding row (width times element size) by modality. What is not given is learned from
             the first rows; until then room is taken when they come, not before the encoder runs.
         device: where embeddings are held.
@@ -37,7 +40,7 @@ class CacheConfig:
 
     capacity_bytes: int
     namespace: str | Namespace = ""
-    policy: str = "queue-aware"
+    policy: str | EvictionPolicy = "queue-aware"
     row_bytes: Mapping[str, int] = field(default_factory=dict)
     device: torch.device | str = "cpu"
     block_size: int = 16
@@ -57,6 +60,12 @@ class CacheConfig:
                 raise ConfigError("a modality is a name", field="row_bytes", found=repr(modality))
         sizes = {modality: _at_least(1, size, f"row_bytes[{modality!r}]") for modality, size in self.row_bytes.items()}
         object.__setattr__(self, "row_bytes", sizes)
+        if isinstance(self.policy, str):
+            make_policy(self.policy)  # raises where there is none of that name
+        elif not all(callable(getattr(self.policy, name, None)) for name in _POLICY):
+            raise ConfigError(
+                "a policy is a name or an EvictionPolicy", field="policy", found=type(self.policy).__name__
+            )
         if not isinstance(self.namespace, (str, Namespace)):
             raise ConfigError(
                 "a namespace is a name or a Namespace", field="namespace", found=type(self.namespace).__name__

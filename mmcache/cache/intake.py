@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import torch
 from torch import Tensor
 
 from mmcache.errors import EmbeddingError
 from mmcache.ledger import EncoderLedger, Ticket
 from mmcache.planning import ItemStatus
-from mmcache.store import asked_for, check_rows
+from mmcache.store import Embeddings, asked_for, check_rows
 
 __all__ = ["Embeddings", "Intake"]
-
-Embeddings = Mapping[int, Tensor] | Sequence[Tensor] | Tensor
 
 
 class Intake:
@@ -44,7 +40,7 @@ class Intake:
         """
         request, entries = ticket.request, ticket.entries
         missing = ticket.with_status(ItemStatus.MISSING)
-        by_index = _by_index(request.request_id, embeddings, missing)
+        by_index = asked_for(embeddings, missing, request.request_id)
         row_bytes, dtypes = dict(self._ledger.row_bytes), dict(self._dtypes)
         for index, rows in by_index.items():
             item = request.items[index]
@@ -56,11 +52,11 @@ class Intake:
             expected = row_bytes.setdefault(item.modality, width * rows.element_size())
             if width * rows.element_size() != expected:
                 raise EmbeddingError(
-                    f"rows of modality {item.modality!r} have another width than before or than configured",
+                    f"rows of modality {item.modality!r} have another width or dtype than before or than configured",
                     request_id=request.request_id,
                     item=index,
                     expected=f"{expected} bytes a row",
-                    found=f"{width} x {rows.dtype}",
+                    found=f"{width * rows.element_size()} bytes a row ({width} x {rows.dtype})",
                 )
             if dtypes.setdefault(item.modality, rows.dtype) is not rows.dtype:
                 raise EmbeddingError(
@@ -72,23 +68,3 @@ class Intake:
                 )
         self._dtypes.update(dtypes)
         return by_index
-
-
-def _by_index(request_id: str, embeddings: Embeddings, missing: Sequence[int]) -> dict[int, Tensor]:
-    if isinstance(embeddings, Mapping):
-        return asked_for(embeddings, missing, request_id)
-    if not isinstance(embeddings, (Sequence, Tensor)) or isinstance(embeddings, (str, bytes)):
-        raise EmbeddingError(
-            "embeddings come as {item index: rows} or as a sequence",
-            request_id=request_id,
-            found=type(embeddings).__name__,
-        )
-    number = len(embeddings) if not isinstance(embeddings, Tensor) or embeddings.dim() else 0
-    if number != len(missing):
-        raise EmbeddingError(
-            "a sequence of embeddings has one entry for each missing item",
-            request_id=request_id,
-            expected=f"{len(missing)} for items {list(missing)}",
-            found=number,
-        )
-    return dict(zip(missing, embeddings))

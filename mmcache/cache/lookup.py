@@ -6,6 +6,8 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Hashable
+from math import isnan
+from numbers import Real
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
@@ -14,13 +16,12 @@ from torch import Tensor
 from mmcache.errors import (
     FieldError,
     ReleasedError,
+    RequestError,
     SelfWaitError,
     UnresolvedItemError,
     UnsupportedError,
     WaitTimeoutError,
-    WindowError,
 )
-from mmcache.integers import as_int
 from mmcache.items import MultimodalRequest
 from mmcache.ledger import Ticket
 from mmcache.ledger.snapshots import bytes_of
@@ -248,8 +249,9 @@ class Lookup:
             SelfWaitError: all that is awaited is this very request's to encode.
             WaitTimeoutError: nothing changed in time.
             ReleasedError: the lookup, or its request, ended meanwhile.
+            RequestError: the timeout is no number.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = self._deadline(timeout)
         event = threading.Event()
 
         def arm(ticket: Ticket) -> None:
@@ -266,7 +268,7 @@ class Lookup:
         """Like `wait`, for asyncio: other tasks run meanwhile."""
         import asyncio
 
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = self._deadline(timeout)
         loop = asyncio.get_running_loop()
         while True:
             future: asyncio.Future[None] = loop.create_future()
@@ -295,6 +297,18 @@ class Lookup:
             )
         return progress, None if progress else pause
 
+    def _deadline(self, timeout: float | None) -> float | None:
+        if timeout is None:
+            return None
+        if isinstance(timeout, bool) or not isinstance(timeout, Real) or isnan(timeout):
+            raise RequestError(
+                "a timeout is a number of seconds",
+                request_id=self._ticket.request.request_id,
+                field="timeout",
+                found=repr(timeout),
+            )
+        return time.monotonic() + float(timeout)
+
     def _pause(self, pause: float, deadline: float | None) -> float:
         pause = min(pause, _LOOK_AGAIN)
         if deadline is None:
@@ -312,17 +326,7 @@ class Lookup:
         Raises:
             WindowError: not an integer from 0 to the window's present length.
         """
-        ticket = self._open()
-        length = ticket.end - ticket.start
-        number = as_int(num_scheduled_tokens)
-        if number is None or not 0 <= number <= length:
-            raise WindowError(
-                "a lookup shrinks to a shorter window",
-                request_id=ticket.request.request_id,
-                expected=f"an integer from 0 to {length}",
-                found=repr(num_scheduled_tokens),
-            )
-        self._cache._ledger.shrink(ticket, ticket.start + number)
+        self._cache._ledger.cut(self._open(), num_scheduled_tokens)
         self._cache._apply_drops()
 
     def release(self) -> None:
@@ -341,6 +345,8 @@ class Lookup:
         ticket = self._ticket
         if ticket.released:
             raise ReleasedError("the lookup has been released", request_id=ticket.request.request_id)
+        if self._cache._orphans:  # what was forgotten may be what this one waits for
+            self._cache._release_forgotten()
         return ticket
 
     def __reduce__(self) -> NoReturn:

@@ -46,6 +46,8 @@ class FieldConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.modality, str) or not self.modality:
             raise FieldError("a field's modality is a non-empty string", found=repr(self.modality))
+        if not isinstance(self.keep_on_cpu, bool):
+            raise FieldError("keep_on_cpu is a bool", found=repr(self.keep_on_cpu))
 
     @staticmethod
     def batched(modality: str, *, keep_on_cpu: bool = False) -> FieldConfig:

@@ -41,7 +41,7 @@ def check_items(request: MultimodalRequest, items: Iterable[MultimodalItem], num
                 "the placeholder range lies outside the tokens",
                 request_id=request.request_id,
                 item=index,
-                expected=f"at most {num_tokens}",
+                expected=f"within [0, {num_tokens})",
                 found=f"[{offset}, {end})",
             )
         if offset < max_end:

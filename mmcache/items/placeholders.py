@@ -177,7 +177,9 @@ def _as_mask(is_embed: Any, length: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
     except (TypeError, ValueError) as error:
         raise PlaceholderError("is_embed is a boolean mask", found=str(error)) from None
     if mask.dtype != np.bool_ and mask.size:
-        raise PlaceholderError("is_embed is a boolean mask", found=f"dtype {mask.dtype}")
+        if mask.dtype.kind not in "iu" or mask.min() < 0 or mask.max() > 1:
+            raise PlaceholderError("is_embed is a mask of booleans, or of 0 and 1", found=f"dtype {mask.dtype}")
+        mask = mask.astype(np.bool_)
     if mask.shape != (length,):
         raise PlaceholderError("is_embed covers the placeholder range", expected=f"shape ({length},)", found=mask.shape)
     return mask

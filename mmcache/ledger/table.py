@@ -64,6 +64,7 @@ class EntryTable:
         if scope is None:
             scope = self.scope_of(request)
         identifiers, num_rows, given = request._identifiers, request._num_rows, request._embeds_given
+        items = request.items
         hits: list[Entry] = []
         absent: list[int] = []
         for index in needed:
@@ -75,7 +76,12 @@ class EntryTable:
                     absent.append(index)
             elif given and index in given:
                 entries[index] = None
-            elif entry is not None and entry.state is READY and entry.num_rows == num_rows[index]:
+            elif (
+                entry is not None
+                and entry.state is READY
+                and entry.num_rows == num_rows[index]
+                and entry.modality == items[index]._modality
+            ):
                 entries[index] = entry
                 if entry not in held:
                     held[entry] = None
@@ -117,7 +123,8 @@ class EntryTable:
         entry = scope.get(ticket.request._identifiers[index])
         if entry is None:
             return self.reserve(ticket, scope, index)
-        if entry.num_rows != ticket.request._num_rows[index]:
+        request = ticket.request
+        if entry.num_rows != request._num_rows[index] or entry.modality != request.items[index]._modality:
             return self._replace(ticket, scope, entry, index)
         if entry.state is READY:
             if entry not in ticket.session.held:
@@ -159,10 +166,10 @@ class EntryTable:
         ticket.pinned = [*(ticket.pinned or ()), entry]
 
     def _replace(self, ticket: Ticket, scope: Scope, entry: Entry, index: int) -> Entry:
-        """The content is known with another number of rows: never serve it."""
+        """The content is known with another number of rows, or from another modality's encoder: never serve it."""
         self.counts["stale"] += 1
         if entry.state is RESERVED:
-            # Somebody encodes it with the other number: whichever is wrong fails on its own, not both.
+            # Somebody encodes it as the other: whichever is wrong fails on its own, not both.
             return self.reserve(ticket, scope, index, listed=False)
         self.detach(entry, "stale")
         return self.reserve(ticket, scope, index)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from mmcache.errors import EmbeddingError, UnresolvedItemError, WindowError
+from mmcache.errors import EmbeddingError, RequestError, UnresolvedItemError, WindowError
 from mmcache.integers import as_int
 from mmcache.items import MultimodalRequest, PlaceholderRange
 from mmcache.merge.blocks import Block, evenly_spaced
@@ -74,15 +74,23 @@ class MergePlan:
 
         Raises:
             WindowError: a negative shift.
+            RequestError: something that is no lookup, as a `StepPlan` by itself, which holds no rows.
         """
         ahead = as_int(shift)
         if ahead is None or ahead < 0:
             raise WindowError("a merge is shifted by an integer >= 0", found=repr(shift))
+        if not isinstance(lookups, Iterable):
+            raise RequestError("a merge is of a sequence of lookups", found=type(lookups).__name__)
         self._skip_unresolved = skip_unresolved
         self._parts: list[_Part] = []
         self._places: dict[torch.device, Places] = {}
         base = 0
         for lookup in lookups:
+            if not hasattr(lookup, "needed"):
+                raise RequestError(
+                    "a merge is of lookups, or of what has their request, window, needed and rows(index)",
+                    found=type(lookup).__name__,
+                )
             start, end = lookup.window
             if ahead:
                 request = lookup.request

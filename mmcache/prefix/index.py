@@ -8,9 +8,8 @@ from collections.abc import Callable
 from threading import Lock
 from types import EllipsisType
 
-import numpy as np
-
 from mmcache.errors import ConfigError, ReleasedError, RequestError, WindowError
+from mmcache.integers import as_int
 from mmcache.items import MultimodalRequest
 from mmcache.prefix.forest import Forest, parent_of
 from mmcache.prefix.ids import BlockIds, Numbers, check_ids
@@ -44,15 +43,15 @@ class PrefixIndex:
         Raises:
             ConfigError: one of them is not a positive integer.
         """
-        check_block_size(block_size)
-        if type(capacity_blocks) is not int or capacity_blocks < 1:
+        size, capacity = check_block_size(block_size), as_int(capacity_blocks)
+        if capacity is None or capacity < 1:
             raise ConfigError(
                 "an index has room for at least one block", expected="an integer >= 1", found=repr(capacity_blocks)
             )
-        self._size = block_size
-        self._capacity = capacity_blocks
+        self._size = size
+        self._capacity = capacity
         self._lock = Lock()
-        self._forest = Forest(block_size)
+        self._forest = Forest(size)
         self._callbacks: list[Callable[[list[int]], object]] = []
         self._forgotten: deque[tuple[Node, int]] = deque()  # what matches hold that were dropped without a release
         self._own_ids: bool | None = None  # whether the ids are the index's own; the first insert decides
@@ -130,9 +129,8 @@ class PrefixIndex:
         """
         if type(request) is not MultimodalRequest:
             _check_request(request)
-        if type(num_tokens) is not int and isinstance(num_tokens, np.integer):
-            num_tokens = int(num_tokens)
-        if type(num_tokens) is not int or not 0 <= num_tokens <= request.num_tokens:
+        known = as_int(num_tokens)
+        if known is None or not 0 <= known <= request.num_tokens:
             raise WindowError(
                 "the tokens to insert lie within the request",
                 request_id=request.request_id,
@@ -141,7 +139,7 @@ class PrefixIndex:
             )
         if self._forgotten:
             self._reclaim()
-        stop = num_tokens // self._size
+        stop = known // self._size
         own_ids = block_ids is None
         forest = self._forest
         evicted: list[int] = []

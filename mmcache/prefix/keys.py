@@ -7,6 +7,7 @@ from hashlib import sha256
 from struct import pack
 
 from mmcache.errors import ConfigError, RequestError
+from mmcache.integers import as_int
 from mmcache.items import MultimodalRequest
 
 __all__ = ["block_keys"]
@@ -29,9 +30,11 @@ def block_keys(request: MultimodalRequest, block_size: int, known: Sequence[byte
 
     Raises:
         ConfigError: `block_size` is not a positive integer.
-        RequestError: `known` has more keys than the request has whole blocks.
+        RequestError: `known` has more keys than the request has whole blocks, or it is no request.
     """
-    check_block_size(block_size)
+    if not isinstance(request, MultimodalRequest):
+        raise RequestError("block keys are of a MultimodalRequest", found=type(request).__name__)
+    block_size = check_block_size(block_size)
     count = request.num_tokens // block_size
     if len(known) > count:
         raise RequestError(
@@ -52,10 +55,12 @@ def block_keys(request: MultimodalRequest, block_size: int, known: Sequence[byte
     return keys
 
 
-def check_block_size(block_size: object) -> None:
-    """Raise unless it is a positive integer."""
-    if type(block_size) is not int or block_size < 1:
+def check_block_size(block_size: object) -> int:
+    """It, as an int; raises unless it is a positive integer."""
+    size = as_int(block_size)
+    if size is None or size < 1:
         raise ConfigError("a block has a positive number of tokens", expected="an integer >= 1", found=repr(block_size))
+    return size
 
 
 def _root_key(request: MultimodalRequest, block_size: int) -> bytes:
