@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from mmcache import __version__
 from mmcache.errors import MMCacheError
 
 __all__ = ["main"]
@@ -38,6 +39,7 @@ def _parser(wanted: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mmcache", description="A prefix-cache-aware cache for the multimodal inputs of LLM serving engines."
     )
+    parser.add_argument("--version", action="version", version=f"mmcache {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (summary, module, function) in _COMMANDS.items():
         if name == wanted:

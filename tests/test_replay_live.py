@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,11 +22,14 @@ from PIL import Image
 
 from mmcache.cli import main
 from mmcache.engines.chat import Message, Photo
-from mmcache.engines.transformers import FAMILIES
+from mmcache.engines.transformers import FAMILIES, default_engine, tiny_adapter
 from mmcache.errors import ConfigError, TraceError
 from mmcache.replay.chat import DEMO_TRACE, ChatTurn, read_chat
+from mmcache.replay.costs import EngineModel
 from mmcache.replay.live import LiveReplay, Measures, TurnResult, replay_live
+from mmcache.replay.simulate import simulate
 from mmcache.replay.table import size_text, time_text
+from mmcache.replay.workload import Clip, Turn
 
 pytestmark = pytest.mark.engine
 
@@ -70,6 +75,14 @@ def test_it_prints_every_turn_the_totals_and_the_largest_difference(
     printed = capsys.readouterr().out
     for word in ("prompt", "prefix", "cov/", "moved", "kept", "covered", "stored", "proc.", "encoder", "first"):
         assert word in printed
+    for sentence in (
+        "cov: covered, ",
+        "sto: stored, ",
+        "miss: missing, ",
+        "vary from run to run",
+        "Totals of 4 turns\n",
+    ):
+        assert sentence in re.sub(r" +\n", "\n", printed)
     for turn in ("1 a", "2 b", "3 a", "4 b"):
         assert turn in printed
     assert "largest difference of logits" in printed
@@ -107,6 +120,26 @@ def test_no_cache_runs_plainly(trace: Path, tmp_path: Path, capsys: pytest.Captu
     assert written["totals"]["plain"]["encoder_runs"] == 8
 
 
+def simulated_items(turns: Sequence[ChatTurn], family: str) -> dict[str, int]:
+    """What the simulator makes of the prompts of a real model."""
+    engine = default_engine(tiny_adapter(family))
+    workload = []
+    for number, turn in enumerate(turns):
+        request = engine.submit(turn.messages, request_id=str(number)).request
+        places = [(item.placeholder, item.identifier) for item in request.items]
+        clips = tuple((place.offset, Clip(identifier, place.length, 1)) for place, identifier in places)
+        workload.append(Turn(turn.conversation, request.token_ids, clips, time=60.0 * number))  # one after the other
+    items = simulate(workload, EngineModel()).items
+    return {status: count for status, count in items.items() if status != "loaded"}
+
+
+def test_the_simulator_decides_as_the_real_run_does(trace: Path) -> None:
+    turns = list(read_chat(trace))
+    result = replay_live(turns, trace="small", model="llava", max_new_tokens=1)
+    assert result.cached is not None
+    assert result.cached.items == simulated_items(turns, "llava")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen2_audio"])
 def test_the_demo_runs_on_every_family_that_takes_images(family: str) -> None:
@@ -118,6 +151,7 @@ def test_the_demo_runs_on_every_family_that_takes_images(family: str) -> None:
     assert result.cached.items["covered"] > result.cached.items["stored"] > 0
     assert sum(result.cached.bytes.values()) == sum(result.plain.bytes.values())
     assert result.cached.bytes["transferred"] < result.plain.bytes["transferred"] / 3
+    assert result.cached.items == simulated_items(turns, family), "the simulator decides as the real run does"
     rolling = [turn for turn in result.turns if turn.conversation == "camera"][3:]
     assert all(turn.cached is not None and turn.cached.items["stored"] >= 2 for turn in rolling)
 
@@ -147,6 +181,13 @@ def test_media_that_cannot_be_used_name_the_line() -> None:
         (["{trace}", "--json", "/nowhere/at/all.json"], "cannot be written"),
         (["{empty}"], "no requests"),
         (["{bad}"], "line 2"),
+        (["--no-cache", "--policy", "foo"], "--policy has no effect here: it needs --simulate"),
+        (["--no-cache", "--capacity", "1XB"], "--capacity has no effect here: it needs --simulate"),
+        (["--capacity", "8GB", "--requests", "5"], "--capacity has no effect here"),
+        (["--requests", "5"], "--requests has no effect here: it needs --simulate"),
+        (["--slots", "0"], "--slots has no effect here"),
+        (["--saturate"], "--saturate has no effect here"),
+        (["--generate", "growing"], "--generate has no effect here"),
     ],
 )
 def test_bad_input_ends_with_status_2_and_one_line(
@@ -224,4 +265,4 @@ def test_bad_lines_are_skipped_only_if_asked(trace: Path, tmp_path: Path, capsys
     assert main(["replay", str(trace), "--no-cache", "--skip-bad-lines"]) == 0
     captured = capsys.readouterr()
     assert "line 1" in captured.err
-    assert "1 lines were skipped" in captured.out
+    assert "1 line was skipped." in captured.out

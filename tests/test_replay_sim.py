@@ -341,12 +341,9 @@ def test_bad_servegen_distributions_are_named(tmp_path: Path, text: str) -> None
 
 def test_the_demo_is_simulated(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("PIL")
-    from mmcache.replay.chat import DEMO_TRACE
-
-    assert main(["replay", "--simulate", str(DEMO_TRACE), "--json", str(tmp_path / "out.json")]) == 0
+    assert main(["replay", "--simulate", "--json", str(tmp_path / "out.json")]) == 0
     (run,) = json.loads((tmp_path / "out.json").read_text())["simulations"]
-    assert run["items"]["covered"] > 0
-    assert run["hit_ratio"] > 0.3
+    assert run["items"] == {"covered": 65, "stored": 23, "loaded": 0, "in_flight": 0, "missing": 30}
     assert "hit ratio of embeddings" in capsys.readouterr().out
 
 
@@ -389,7 +386,6 @@ def test_the_command_tells_what_is_wrong_in_one_line(capsys: pytest.CaptureFixtu
     trace = tmp_path / "t.jsonl"
     trace.write_text("\n".join([line([1], 5), "{", line([2], 5)]))
     for arguments in (
-        ["--simulate"],
         ["--simulate", str(trace)],
         ["--simulate", str(trace), "--generate", "growing"],
         ["--simulate", "--generate", "growing", "--policy", "no"],

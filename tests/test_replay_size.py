@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mmcache.cli import main
 from mmcache.replay.costs import EngineModel, TierModel
 from mmcache.replay.curves import CurvePoint, knee_of
 from mmcache.replay.generate import generate
@@ -95,7 +97,8 @@ def test_the_target_is_the_least_capacity_that_reaches_it() -> None:
 
 
 def test_a_tier_is_asked_for_what_the_device_does_not_have() -> None:
-    sizing = size_workload(lambda: generate("catalogue", 1500), EngineModel(prefix_blocks=0))
+    engine = EngineModel(prefix_blocks=0, tiers=(TierModel("host", 10**12, 1e9),))
+    sizing = size_workload(lambda: generate("catalogue", 1500), engine)
     assert sizing.knee_bytes is not None
     at_knee = next(point for point in sizing.lru if point.capacity_bytes == sizing.knee_bytes)
     (tier,) = sizing.tiers
@@ -143,3 +146,29 @@ def test_simulation_agrees_with_sizing_on_what_is_encoded_at_the_end_of_the_curv
     sizing = size_workload(lambda: generate("rolling", 300), engine)
     run = simulate(generate("rolling", 300), engine)
     assert run.hit_ratio == pytest.approx(sizing.lru[-1].hit_ratio)
+
+
+def test_only_tiers_that_were_asked_for_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    workload = ["size", "--generate", "catalogue", "--size", "300", "--requests", "300"]
+    assert main(workload) == 0
+    assert "behind" not in capsys.readouterr().out
+    assert main([*workload, "--tier", "host:64GB:20GB"]) == 0
+    assert "host, behind " in capsys.readouterr().out
+    one_picture = ["size", "--generate", "catalogue", "--size", "1", "--requests", "5", "--prefix-blocks", "0"]
+    assert main([*one_picture, "--tier", "host:64GB:20GB"]) == 0
+    assert "host, behind 5.0 MB: saves nothing.\n" in capsys.readouterr().out
+
+
+def test_the_demo_is_sized_where_nothing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("PIL")
+    assert main(["size"]) == 0
+    assert capsys.readouterr().out.startswith("chat.jsonl: 26 requests need ")
+
+
+def test_one_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "one.jsonl"
+    trace.write_text('{\n{"messages": [{"role": "user", "content": "Hello."}]}\n')
+    assert main(["size", str(trace), "--skip-bad-lines"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("one.jsonl: 1 request needs 0 items ")
+    assert printed.endswith("1 line was skipped.\n")

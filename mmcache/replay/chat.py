@@ -19,12 +19,12 @@ from mmcache.engines.chat import Audio, Media, Message, Photo
 from mmcache.errors import TraceError
 from mmcache.replay.lines import OnBadLine, brief, finite, json_object, parsed
 
-__all__ = ["DEMO_TRACE", "ChatTurn", "read_chat"]
+__all__ = ["DEMO_TRACE", "ROLES", "ChatTurn", "read_chat"]
 
 DEMO_TRACE = Path(__file__).parent / "demo" / "chat.jsonl"
 """The trace that ships with mmcache."""
 
-_ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 
 
@@ -92,8 +92,8 @@ def _message(message: object, place: str, line: _Line) -> Message:
     if not isinstance(message, dict):
         raise line.error(f"{place} is not a JSON object", found=brief(message))
     role = message.get("role")
-    if role not in _ROLES:
-        raise line.error(f"{place} has an unknown role", expected=f"one of {', '.join(_ROLES)}", found=brief(role))
+    if role not in ROLES:
+        raise line.error(f"{place} has an unknown role", expected=f"one of {', '.join(ROLES)}", found=brief(role))
     content = message.get("content")
     if content is None and role == "assistant":
         return Message(role, ())  # a turn of tool calls alone

@@ -7,11 +7,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mmcache.errors import ConfigError, TraceError
-from mmcache.replay.arguments import BadLines, add_workload_options, targets_of, write_report
+from mmcache.errors import TraceError
+from mmcache.replay.arguments import (
+    SIMULATION_OPTIONS,
+    BadLines,
+    add_workload_options,
+    refuse_idle,
+    targets_of,
+    write_report,
+)
 from mmcache.replay.chat import DEMO_TRACE, read_chat
 
 __all__ = ["add_replay_command"]
+
+_MODEL = "qwen2_5_vl"
 
 
 def add_replay_command(commands: Any) -> None:
@@ -29,14 +38,18 @@ def add_replay_command(commands: Any) -> None:
         "trace", nargs="?", default=None, metavar="TRACE", help="default: the demo that ships with mmcache"
     )
     families = ", ".join(FAMILIES)
-    parser.add_argument("--model", default="qwen2_5_vl", metavar="FAMILY", help=f"{families} (default: %(default)s)")
+    parser.add_argument(
+        "--model",
+        metavar="FAMILY",
+        help=f"{families} (default: {_MODEL}); qwen2_audio needs a trace with audio: the demo has pictures",
+    )
     parser.add_argument("--json", metavar="FILE", help="also write everything to FILE")
     parser.add_argument("--html", metavar="FILE", help="also write a page to FILE")
     parser.add_argument("--skip-bad-lines", action="store_true", help="tell of lines that cannot be read, and go on")
     parser.add_argument("--no-cache", action="store_true", help="run without a cache only")
     simulation = parser.add_argument_group("simulation")
     simulation.add_argument("--simulate", action="store_true", help="without a model; sizes stand in for tensors")
-    simulation.add_argument("--capacity", default="8GB", metavar="SIZE", help="for embeddings (default: %(default)s)")
+    simulation.add_argument("--capacity", metavar="SIZE", help="for embeddings (default: 8GB)")
     simulation.add_argument(
         "--policy", action="append", default=[], metavar="NAME", help="lru, gdsf, queue-aware; repeatable: side by side"
     )
@@ -51,14 +64,14 @@ def run_replay(arguments: argparse.Namespace) -> int:
     """Run `mmcache replay`; returns the exit status.
 
     Raises:
-        MMCacheError: the trace cannot be read, the model is unknown, an extra is missing.
+        MMCacheError: the trace cannot be read, the model is unknown, an extra is missing, an option has no effect.
     """
     if arguments.simulate:
+        refuse_idle(arguments, ("model", "no_cache"), "a real model, a run without --simulate")
         from mmcache.replay.size_command import run_simulation
 
         return run_simulation(arguments)
-    if arguments.generate is not None:
-        raise ConfigError("a made workload goes with --simulate")
+    refuse_idle(arguments, SIMULATION_OPTIONS, "--simulate")
     import torch
 
     from mmcache.replay.live import replay_live
@@ -67,6 +80,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
     console = make_console()
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    model = _MODEL if arguments.model is None else arguments.model
     trace = Path(arguments.trace) if arguments.trace is not None else DEMO_TRACE
     # What cannot work fails before the run, not after it: every line is read, and the file can be written.
     bad = BadLines()
@@ -78,17 +92,17 @@ def run_replay(arguments: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=make_console_for_progress(), transient=True) as progress:
-        task = progress.add_task(f"{trace.name} on {arguments.model}", total=len(turns))
+        task = progress.add_task(f"{trace.name} on {model}", total=len(turns))
         result = replay_live(
             turns,
             trace=str(trace),
-            model=arguments.model,
+            model=model,
             use_cache=not arguments.no_cache,
             on_turn=lambda turn: progress.advance(task),
         )
     print_replay(result, console)
     if bad.count:
-        print(f"{bad.count:,} lines were skipped.")
+        print(bad)
     write_report(target, page, trace.name, {**result.as_json(), "skipped_lines": bad.count})
     return 1 if result.equal is False else 0
 

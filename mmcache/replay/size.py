@@ -8,7 +8,7 @@ from typing import Any
 
 from mmcache.planning import needed_items
 from mmcache.prefix import PrefixIndex
-from mmcache.replay.costs import CostModel, EngineModel, TierModel
+from mmcache.replay.costs import CostModel, EngineModel
 from mmcache.replay.curves import GRID, Curve, CurvePoint, Needs, knee_of, spread
 from mmcache.replay.measures import Simulation
 from mmcache.replay.simulate import simulate
@@ -42,8 +42,8 @@ class Sizing:
         knee_bytes: the capacity after which more of it gains least, or None where no capacity gains anything.
         target: the hit ratio that was asked for, or None.
         target_bytes: the least capacity of the curve that reaches it, or None.
-        tiers: behind a device of `knee_bytes`, and behind the tiers before at their own capacities: what a tier of each
-            capacity saves on top, under LRU.
+        tiers: of the engine, behind a device of `knee_bytes`, each behind the tiers before it at their own capacities:
+            what a tier of each capacity saves on top, under LRU.
         skipped_lines: lines of the trace that could not be read.
     """
 
@@ -101,14 +101,14 @@ def size_workload(
 
     Args:
         make_turns: gives the workload anew, each time the same.
-        engine: the engine; its capacity and policy do not matter here. Without tiers, one of any capacity is looked at.
+        engine: the engine; its capacity and policy do not matter here.
         target: a hit ratio to reach.
         policies: to simulate beside.
         num_points: at so many capacities, spread over the curve.
         capacities: bytes; more points of the exact curve, and the simulated ones instead of the spread ones.
     """
-    tiers = engine.tiers or (TierModel("tier", 0, 1.0),)
-    grid = sorted({*GRID, *(size for size in (*capacities, *(tier.capacity_bytes for tier in tiers)) if size > 0)})
+    wanted = (*capacities, *(tier.capacity_bytes for tier in engine.tiers))
+    grid = sorted({*GRID, *(size for size in wanted if size > 0)})
     curve = Curve(grid)
     requests = covered_bytes = 0
     covered_seconds = 0.0
@@ -143,7 +143,7 @@ def size_workload(
         knee_bytes=knee,
         target=target,
         target_bytes=reached[0] if reached else None,
-        tiers=() if knee is None else _behind(make_turns(), engine, knee, grid, tiers),
+        tiers=() if knee is None or not engine.tiers else _behind(make_turns(), engine, knee, grid),
     )
 
 
@@ -189,22 +189,20 @@ def _of_all(turn: Turn, sums: dict[str, tuple[int, float]], costs: CostModel) ->
     return nbytes, seconds
 
 
-def _behind(
-    turns: Iterable[Turn], engine: EngineModel, first_bytes: int, grid: Sequence[int], tiers: Sequence[TierModel]
-) -> tuple[TierCurve, ...]:
+def _behind(turns: Iterable[Turn], engine: EngineModel, first_bytes: int, grid: Sequence[int]) -> tuple[TierCurve, ...]:
     """The curves of tiers behind a device of `first_bytes`, each with the ones before it at their capacities.
 
     Whatever the device does not have comes into all of them; a tier is asked for what those before it do not have.
     """
-    device, curves = LruStack(first_bytes), [Curve(grid) for _ in tiers]
+    device, curves = LruStack(first_bytes), [Curve(grid) for _ in engine.tiers]
     for _, needs in _needs(turns, engine):
         distances = device.use(needs.contents)
         missed = needs.only([i for i, far in enumerate(distances) if far is None or far > first_bytes])
         asked = set(range(len(missed.payloads)))
-        for tier, curve in zip(tiers, curves):
+        for tier, curve in zip(engine.tiers, curves):
             found = curve.add(missed, asked)
             asked -= {i for i, far in enumerate(found) if far is not None and far <= tier.capacity_bytes}
-    return tuple(TierCurve(tier.name, curve.points()) for tier, curve in zip(tiers, curves))
+    return tuple(TierCurve(tier.name, curve.points()) for tier, curve in zip(engine.tiers, curves))
 
 
 def _device_point(run: Simulation) -> CurvePoint:

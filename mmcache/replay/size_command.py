@@ -10,6 +10,7 @@ from mmcache.replay.arguments import (
     BadLines,
     add_workload_options,
     engine_of,
+    refuse_idle,
     targets_of,
     workload_of,
     write_report,
@@ -30,7 +31,13 @@ def add_size_command(commands: Any) -> None:
         description="Say what room for embeddings saves on a workload: for LRU exactly, at every capacity, in one pass;"
         " for other policies by simulation at some capacities.",
     )
-    parser.add_argument("trace", nargs="?", default=None, metavar="TRACE", help="chat or Mooncake lines, or ServeGen")
+    parser.add_argument(
+        "trace",
+        nargs="?",
+        default=None,
+        metavar="TRACE",
+        help="chat or Mooncake lines, or ServeGen (default: the demo that ships)",
+    )
     parser.add_argument("--target", type=float, default=None, metavar="X", help="a hit ratio to reach, from 0 to 1")
     parser.add_argument(
         "--policy",
@@ -64,6 +71,8 @@ def run_size(arguments: argparse.Namespace) -> int:
     """
     if arguments.target is not None and not 0 < arguments.target <= 1:
         raise ConfigError("a hit ratio lies between 0 and 1", field="target", found=arguments.target)
+    if not arguments.policy:
+        refuse_idle(arguments, ("slots", "queue", "saturate"), "--policy NAME, which is simulated")
     bad = BadLines()
     name, make_turns = workload_of(arguments, bad)
     engine = engine_of(arguments, policy="lru", tiers=arguments.tier)
@@ -79,8 +88,10 @@ def run_size(arguments: argparse.Namespace) -> int:
     )
     if not sizing.requests:
         raise TraceError("holds no requests", path=name)
-    sizing = sizing.with_skipped(bad.count)
     print(sizing_text(name, sizing))
+    if bad.count:
+        print(bad)
+    sizing = sizing.with_skipped(bad.count)
     write_report(*targets, name, {"workload": name, "sizing": sizing.as_json()})
     return 0
 

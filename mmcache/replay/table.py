@@ -12,9 +12,12 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["make_console", "print_replay"]
+__all__ = ["count_text", "make_console", "print_replay", "size_text", "time_text"]
 
 _WIDTH = 100
+_LEGEND = """
+cov: covered, the prefix cache had the item's keys and values; sto: stored, mmcache had its
+embedding; miss: missing, the item was encoded. Times to the first token vary from run to run."""
 
 
 def make_console() -> Console:
@@ -35,6 +38,7 @@ def print_replay(result: LiveReplay, console: Console) -> None:
     """Print the turns, then the totals of both runs and how far their logits are apart."""
     with_cache = result.cached is not None
     console.print(_turn_table(result, with_cache))
+    console.print(_LEGEND)
     console.print(_totals_table(result))
     if result.logit_difference is not None:
         same = "the same tokens" if all(turn.same_tokens for turn in result.turns) else "DIFFERENT tokens"
@@ -92,7 +96,7 @@ def _totals_table(result: LiveReplay) -> Table:
 
     runs: list[Measures] = [result.plain] if result.cached is None else [result.cached, result.plain]
     table = Table(
-        title=f"\nTotals of {len(result.turns)} turns",
+        title=f"\nTotals of {count_text(len(result.turns), 'turn')}",
         title_justify="left",
         padding=(0, 1),
         collapse_padding=True,
@@ -125,6 +129,11 @@ def _totals_table(result: LiveReplay) -> Table:
     for label, values in rows:
         table.add_row(label, *values)
     return table
+
+
+def count_text(number: int, noun: str) -> str:
+    """So many of them: `1 line`, `2,000 lines`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def size_text(size: int) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from mmcache.replay.curves import CurvePoint
 from mmcache.replay.measures import Simulation
 from mmcache.replay.size import Sizing
-from mmcache.replay.table import size_text, time_text
+from mmcache.replay.table import count_text, size_text, time_text
 
 __all__ = ["simulation_text", "sizing_text"]
 
@@ -44,7 +44,8 @@ def simulation_text(name: str, runs: Sequence[Simulation]) -> str:
 
 def sizing_text(name: str, sizing: Sizing) -> str:
     """The curve, and what it recommends."""
-    lines = [f"{name}: {sizing.requests:,} requests need {sizing.needed:,} items beyond their prefixes"]
+    requests = f"{count_text(sizing.requests, 'request')} {'needs' if sizing.requests == 1 else 'need'}"
+    lines = [f"{name}: {requests} {count_text(sizing.needed, 'item')} that no prefix covers"]
     lines.append(
         f"the prefix cache alone saves {sizing.covered_seconds:,.1f} encoder seconds"
         f" and {size_text(sizing.covered_bytes)}"
@@ -55,8 +56,10 @@ def sizing_text(name: str, sizing: Sizing) -> str:
         for tier, saved in sizing.simulated_tiers[policy].items():
             lines += ["", *_curve_lines(f"{policy}, of which {tier} gives", "of all", saved)]
     for level in sizing.tiers:
-        if level.points and level.points[-1].hit_ratio > 0:
-            title = f"{level.name}, behind {size_text(sizing.knee_bytes or 0)}"
+        title = f"{level.name}, behind {size_text(sizing.knee_bytes or 0)}"
+        if not level.points or level.points[-1].hit_ratio == 0:
+            lines += ["", f"{title}: saves nothing."]
+        else:
             lines += ["", *_curve_lines(title, "of its misses", _thinned(level.points))]
     lines.append("")
     if sizing.knee_bytes is None:
@@ -73,8 +76,6 @@ def sizing_text(name: str, sizing: Sizing) -> str:
             else f"not reached; at most {best:.1%}"
         )
         lines.append(f"For a hit ratio of {sizing.target:.1%}: {reached}.")
-    if sizing.skipped_lines:
-        lines.append(f"{sizing.skipped_lines:,} lines were skipped.")
     return "\n".join(lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -11,17 +12,20 @@ import xxhash
 
 from mmcache.engines.chat import Audio, Media, Photo
 from mmcache.errors import ConfigError, MediaError, TraceError
-from mmcache.replay.chat import ChatTurn, read_chat
+from mmcache.replay.chat import ROLES, ChatTurn, read_chat
 from mmcache.replay.lines import OnBadLine, json_object, read_lines
 from mmcache.replay.mooncake import read_mooncake
 from mmcache.replay.servegen import is_servegen, read_servegen
 from mmcache.replay.workload import PAYLOAD_BYTES_PER_ROW, Clip, Int32Array, Turn, tokens_from
 
-__all__ = ["read_trace"]
+__all__ = ["kind_of", "read_trace"]
 
-_PIXELS_PER_ROW = 28 * 28  # of the Qwen2.5-VL family: 14-pixel patches, merged two by two
-_MOST_ROWS = 16384
+_EDGE = 28  # pixels of a row's edge in the Qwen2.5-VL family: 14-pixel patches, merged two by two
+_LEAST_ROWS, _MOST_ROWS = 4, 16384
 _AUDIO_BYTES_PER_ROW = 16000 * 2 // 25  # 16-bit samples at 16 kHz, 25 rows a second
+
+# What stands around text and media in a prompt, one token each. Negative ids of that size are no four bytes of UTF-8.
+_MARKS = {name: -1 - place for place, name in enumerate(("start", "end", "newline", "open", "close", *ROLES))}
 
 
 def read_trace(
@@ -34,8 +38,9 @@ def read_trace(
 ) -> Iterator[Turn]:
     """Read a trace as turns: chat messages (JSON lines), Mooncake's block ids (JSON lines), or ServeGen clients.
 
-    JSON lines may be gzipped. Images of chat messages count one row for each 28 x 28 pixels, as in the Qwen2.5-VL
-    family; text counts one token for four bytes.
+    JSON lines may be gzipped. Chat messages are laid out as in the Qwen2.5-VL family: images are resized to whole rows
+    of 28 x 28 pixels, 4 to 16,384 of them, markers stand around each message and image, and the prompt ends where the
+    assistant's answer begins. Text counts one token for four bytes.
 
     Args:
         path: a file, or a folder of ServeGen clients.
@@ -48,16 +53,24 @@ def read_trace(
         TraceError: the file cannot be read or is of no known kind; names the line and what is wrong with it.
     """
     path = Path(path)
-    if is_servegen(path):
+    kind = kind_of(path, on_bad)
+    if kind == "servegen":
         return read_servegen(path, seed=seed, reuse=reuse, on_bad=on_bad)
-    kind = _kind(path, on_bad)
     if kind == "mooncake":
         return read_mooncake(path, image_share=image_share, seed=seed, on_bad=on_bad)
     return _chat_turns(read_chat(path, on_bad))
 
 
-def _kind(path: Path, on_bad: OnBadLine) -> str:
-    """The kind of the first line that can be read; bad ones before it are reported by whoever reads the trace."""
+def kind_of(path: Path, on_bad: OnBadLine = None) -> str:
+    """ "servegen" by the name, else "mooncake" or "chat" by the first line that can be read.
+
+    Bad lines before it are reported by whoever reads the trace.
+
+    Raises:
+        TraceError: the file cannot be read or is of no known kind; without `on_bad`, its first line is a bad one.
+    """
+    if is_servegen(path):
+        return "servegen"
     for number, line in read_lines(path):
         try:
             record = json_object(path, number, line)
@@ -84,11 +97,18 @@ def _chat_turns(turns: Iterator[ChatTurn]) -> Iterator[Turn]:
     for turn in turns:
         parts: list[Int32Array | Clip] = []
         for message in turn.messages:
-            parts.append(_text(f"<{message.role}>"))
-            parts += [_text(part) if isinstance(part, str) else _clip(part) for part in message.parts]
+            parts.append(_marks("start", message.role, "newline"))
+            for part in message.parts:
+                parts += [_text(part)] if isinstance(part, str) else [_marks("open"), _clip(part), _marks("close")]
+            parts.append(_marks("end", "newline"))
+        parts.append(_marks("start", "assistant", "newline"))
         tokens, clips = tokens_from(*parts)
         number = sum(message.role == "user" for message in turn.messages)
         yield Turn(turn.conversation, tokens, clips, turn.timestamp, number=max(1, number))
+
+
+def _marks(*names: str) -> Int32Array:
+    return np.array([_MARKS[name] for name in names], np.int32)
 
 
 def _text(text: str) -> Int32Array:
@@ -98,13 +118,23 @@ def _text(text: str) -> Int32Array:
 
 def _clip(media: Media) -> Clip:
     if isinstance(media, Photo):
-        width, height = _image_size(media)
-        rows = min(_MOST_ROWS, max(1, width * height // _PIXELS_PER_ROW))
+        rows = _rows(*_image_size(media))
     elif isinstance(media, Audio):
         rows = max(1, len(media.data) // _AUDIO_BYTES_PER_ROW)
     else:
         raise MediaError("a chat trace has images and audio clips", found=type(media).__name__)
     return Clip(xxhash.xxh3_128_hexdigest(media.data), rows, rows * PAYLOAD_BYTES_PER_ROW, media.modality)
+
+
+def _rows(width: int, height: int) -> int:
+    """Rows of an image: edges are rounded to whole rows, and scaled down or up where these are too many or too few."""
+    across, down = max(1, round(width / _EDGE)), max(1, round(height / _EDGE))
+    if not _LEAST_ROWS <= across * down <= _MOST_ROWS:
+        least = across * down < _LEAST_ROWS
+        whole = math.ceil if least else math.floor
+        scale = math.sqrt((_LEAST_ROWS if least else _MOST_ROWS) / (width * height))
+        across, down = max(1, whole(width * scale)), max(1, whole(height * scale))
+    return across * down
 
 
 def _image_size(photo: Photo) -> tuple[int, int]:
