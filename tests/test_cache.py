@@ -12,10 +12,14 @@ from cache_forms import COVERED, IN_FLIGHT, LATER, MISSING, both_forms, check_me
 
 from mmcache import (
     CacheConfig,
+    EmbeddingError,
+    FieldConfig,
     ItemStatus,
     MultimodalCache,
     MultimodalItem,
     PlaceholderRange,
+    encoder_inputs,
+    split_fields,
 )
 
 # -- reuse --------------------------------------------------
@@ -304,3 +308,24 @@ def test_embeddings_that_the_client_gave_are_merged_and_not_stored() -> None:
     lookup.merge_into(target)
     assert torch.equal(target[1:5], given.float())
     assert cache.stats().entries == 0
+
+
+def test_a_field_of_embeddings_is_what_the_client_gave() -> None:
+    """Processors hand them over under the modality's name."""
+    given = rows_of("x", 4)
+    batch = {"image_embeds": given[None], "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    configs = {
+        "image_embeds": FieldConfig.batched("image"),
+        "image_grid_thw": FieldConfig.batched("image", keep_on_cpu=True),
+    }
+    (fields,) = split_fields(batch, configs)["image"]
+    cache = MultimodalCache(CacheConfig(capacity_bytes=1 << 20))
+    lookup = cache.lookup(request("r", 6, [MultimodalItem("image", fields, PlaceholderRange(1, 4), "x")]))
+    assert (lookup.missing, lookup.stored, lookup.bytes.transfer) == ((), (0,), 0)
+    assert encoder_inputs([lookup], "cpu") == []
+    assert len(lookup.metadata("image_grid_thw")) == 1
+    target = torch.zeros(6, WIDTH)
+    lookup.merge_into(target)
+    assert torch.equal(target[1:5], given)
+    with pytest.raises(EmbeddingError, match="one row for each"):
+        MultimodalItem("image", fields, PlaceholderRange(1, 5), "x")

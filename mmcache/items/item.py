@@ -34,7 +34,8 @@ class MultimodalItem:
             placeholder: the tokens that stand for it.
             identifier: digest of its content and of all that the encoder's output depends on (see `ContentHasher`).
             embeds: embeddings that the client gave, `[placeholder.num_embeds, width]`; such an item runs no encoder and
-                is not stored. None for all others.
+                is not stored. None: the field `image_embeds` (`video_embeds`, ... by modality) where there is one, as
+                processors name it; items without run the encoder.
 
         Raises:
             UnsupportedError: there is no placeholder: a cross-attention model's item.
@@ -51,6 +52,8 @@ class MultimodalItem:
             _check_kinds(modality, placeholder, identifier)
         if fields is not None and (type(fields) is not ItemFields or fields.modality != modality):
             _check_fields(fields, modality)
+        if embeds is None and fields is not None:
+            embeds = fields.get(f"{modality}_embeds")  # type: ignore[assignment]  # checked below
         if embeds is not None:
             embeds = _checked_embeds(embeds, placeholder)
         self._modality = modality
