@@ -101,8 +101,17 @@ class ClientIds:
             UnknownClientIdError: ids without content that are not bound; names all of them, so that the client can send
                 their content in one round.
             ContentConflictError: an id came with other content than it is bound to, or twice with different content.
-            RequestError: an item has neither id nor content, a malformed id, or the sequences differ in length.
+            RequestError: an item has neither id nor content, a malformed id, or there are not two sequences of equal
+                length.
         """
+        for name, given_as in (("ids", ids), ("contents", contents)):
+            if not isinstance(given_as, Sequence) or isinstance(given_as, str | bytes):
+                raise RequestError(
+                    "a sequence with an entry for each item",
+                    request_id=request_id,
+                    field=name,
+                    found=type(given_as).__name__,
+                )
         if len(ids) != len(contents):
             raise RequestError(
                 "one id (or None) for each content", request_id=request_id, found=len(ids), expected=len(contents)

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mmcache.errors import EmbeddingError, UnresolvedItemError
+from mmcache.errors import ConfigError, EmbeddingError, RequestError, UnresolvedItemError
 from mmcache.fields import owns_memory
 from mmcache.integers import as_int
 from mmcache.planning import ItemStatus, PlannedItem, StepPlan
 from mmcache.staging import Event, staging_for
 
-__all__ = ["EmbeddingStore", "StoreReport", "asked_for", "check_rows"]
+__all__ = ["EmbeddingStore", "Embeddings", "StoreReport", "asked_for", "check_rows"]
+
+Embeddings = Mapping[int, Tensor] | Sequence[Tensor] | Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,10 @@ class EmbeddingStore:
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.device = torch.device(device)
+        try:
+            self.device = torch.device(device)
+        except (RuntimeError, TypeError):
+            raise ConfigError("no device of torch's", field="device", found=repr(device)) from None
         self.epoch = uuid.uuid4().hex
         self._held: dict[int, _Held] = {}
         self._ledger_id: str | None = None
@@ -74,7 +79,12 @@ class EmbeddingStore:
         return sum(_bytes(held.rows) for held in list(self._held.values()))
 
     def apply(self, plan: StepPlan) -> StoreReport:
-        """Drop what the plan says, and tell what of it is not here. Another ledger's plan empties the store first."""
+        """Drop what the plan says, and tell what of it is not here. Another ledger's plan empties the store first.
+
+        Raises:
+            RequestError: it is no plan.
+        """
+        _check_plan(plan)
         fresh = plan.ledger_id != self._ledger_id
         if fresh:
             self.clear()
@@ -100,7 +110,12 @@ class EmbeddingStore:
 
         Returns:
             Bytes kept.
+
+        Raises:
+            EmbeddingError: the rows are no tensor.
         """
+        if not isinstance(rows, Tensor):
+            raise EmbeddingError("embeddings are tensors", expected="Tensor", found=type(rows).__name__)
         held = self._own(rows.detach(), copy)
         self._held[handle] = held
         return _bytes(held.rows)
@@ -125,12 +140,13 @@ class EmbeddingStore:
         """Forget everything."""
         self.drop(self.handles())
 
-    def put_planned(self, plan: StepPlan, embeddings: Mapping[int, Tensor], *, copy: bool = True) -> dict[int, int]:
+    def put_planned(self, plan: StepPlan, embeddings: Embeddings, *, copy: bool = True) -> dict[int, int]:
         """Keep the rows of items that a plan calls missing.
 
         Args:
             plan: the plan that said so.
-            embeddings: item index to rows `[num_rows, width]`.
+            embeddings: {item index: rows} for any of `plan.missing`, or a sequence in its order; rows are
+                `[num_rows, width]`.
             copy: as for `put`.
 
         Returns:
@@ -138,7 +154,9 @@ class EmbeddingStore:
 
         Raises:
             EmbeddingError: an index is not missing, or its rows do not fit; nothing is kept then.
+            RequestError: it is no plan.
         """
+        _check_plan(plan)
         planned = {item.index: item for item in plan.items}
         rows_of = asked_for(embeddings, plan.missing, plan.request_id)
         for index, rows in rows_of.items():
@@ -154,7 +172,9 @@ class EmbeddingStore:
 
         Raises:
             UnresolvedItemError: the plan does not need the item, or nobody has provided its rows.
+            RequestError: it is no plan.
         """
+        _check_plan(plan)
         item: PlannedItem | None = next((item for item in plan.items if item.index == index), None)
         rows = None if item is None else self.get(item.handle)
         if rows is None:
@@ -169,12 +189,14 @@ class EmbeddingStore:
         return _Held(rows, _written(rows))
 
 
-def asked_for(embeddings: Mapping[int, Tensor], missing: Sequence[int], request_id: str) -> dict[int, Tensor]:
+def asked_for(embeddings: Embeddings, missing: Sequence[int], request_id: str) -> dict[int, Tensor]:
     """Rows by item index, for items that are to be encoded.
 
     Raises:
-        EmbeddingError: an index is not among the missing ones.
+        EmbeddingError: an index is not among the missing ones, or a sequence is not as long as they are.
     """
+    if not isinstance(embeddings, Mapping):
+        return _in_order(embeddings, missing, request_id)
     rows_of = {}
     for key, rows in embeddings.items():
         index = as_int(key)
@@ -188,6 +210,24 @@ def asked_for(embeddings: Mapping[int, Tensor], missing: Sequence[int], request_
             )
         rows_of[index] = rows
     return rows_of
+
+
+def _in_order(embeddings: Sequence[Tensor] | Tensor, missing: Sequence[int], request_id: str) -> dict[int, Tensor]:
+    if not isinstance(embeddings, (Sequence, Tensor)) or isinstance(embeddings, (str, bytes)):
+        raise EmbeddingError(
+            "embeddings come as {item index: rows} or as a sequence",
+            request_id=request_id,
+            found=type(embeddings).__name__,
+        )
+    number = len(embeddings) if not isinstance(embeddings, Tensor) or embeddings.dim() else 0
+    if number != len(missing):
+        raise EmbeddingError(
+            "a sequence of embeddings has one entry for each missing item; give {index: rows} for some of them",
+            request_id=request_id,
+            expected=f"{len(missing)} for items {list(missing)}",
+            found=number,
+        )
+    return dict(zip(missing, embeddings))
 
 
 def check_rows(rows: object, num_rows: int, request_id: str, index: int) -> Tensor:
@@ -224,6 +264,11 @@ def check_rows(rows: object, num_rows: int, request_id: str, index: int) -> Tens
             found=rows.dtype,
         )
     return rows
+
+
+def _check_plan(plan: object) -> None:
+    if not isinstance(plan, StepPlan):
+        raise RequestError("a store obeys a StepPlan", found=type(plan).__name__)
 
 
 def _bytes(rows: Tensor) -> int:

@@ -14,7 +14,6 @@ from torch import Tensor
 from mmcache import (
     CacheConfig,
     CacheStats,
-    EmbeddingError,
     EmbeddingStore,
     EncoderLedger,
     MergePlan,
@@ -22,7 +21,6 @@ from mmcache import (
     Progress,
     ReleasedError,
     StepPlan,
-    make_policy,
 )
 
 T = TypeVar("T")
@@ -64,6 +62,9 @@ class SplitLookup:
     def merge_into(self, target: Tensor) -> Tensor:
         return MergePlan([self]).merge_into(target)
 
+    def shrink(self, num_scheduled_tokens: int) -> None:
+        self._plan = self.engine.send(self.engine.ledger.shrink(self.plan, num_scheduled_tokens))
+
     def release(self) -> None:
         self.released = True
         self.engine.ledger.release(self._plan)
@@ -73,7 +74,7 @@ class SplitEngine:
     def __init__(self, config: CacheConfig, workers: int = 2) -> None:
         self.ledger = EncoderLedger(
             config.capacity_bytes,
-            make_policy(config.policy),
+            config.policy,
             row_bytes=config.row_bytes,
             lease_seconds=config.lease_seconds,
             split_by_adapter=config.adapter_touches_encoder,
@@ -100,10 +101,6 @@ class SplitEngine:
         self, lookup: SplitLookup, embeddings: Mapping[int, Tensor] | Sequence[Tensor], *, copy: bool = True
     ) -> None:
         plan = lookup.plan
-        if not isinstance(embeddings, Mapping):
-            if len(embeddings) != len(plan.missing):
-                raise EmbeddingError("wrong number", request_id=plan.request_id)
-            embeddings = dict(zip(plan.missing, embeddings))
         for store in self.stores:
             sizes = sent(store.put_planned(sent(plan), embeddings, copy=copy))
         self.ledger.settle(plan, sizes)
@@ -124,7 +121,7 @@ class SplitEngine:
         self.ledger.invalidate(identifier)
 
     def clear(self) -> None:
-        self.ledger.invalidate()
+        self.ledger.clear()
 
     def stats(self) -> CacheStats:
         return self.ledger.stats()

@@ -164,7 +164,8 @@ def test_malformed_ids_name_their_item(bad):
 
 def test_malformed_requests():
     ids = ClientIds("model")
-    for names, contents in ([["u"], []], [[None], [None]], [["u"], [b"x"]], [["u"], [""]]):
+    sequences = ([None, None], [["u"], None], [None, [A]], ["u", [A]], [["u"], "c"], [7, 7], [{"u"}, [A]])
+    for names, contents in ([["u"], []], [[None], [None]], [["u"], [b"x"]], [["u"], [""]], *sequences):
         with pytest.raises(RequestError):
             ids.resolve(names, contents)
     assert len(ids) == 0

@@ -28,8 +28,9 @@ def policy(request: pytest.FixtureRequest) -> EvictionPolicy:
 
 def test_policies_have_names() -> None:
     assert [type(make_policy(name)) for name in NAMES] == [LruPolicy, GdsfPolicy, QueueAwarePolicy]
-    with pytest.raises(ConfigError, match="'fifo'"):
-        make_policy("fifo")
+    for name in ("fifo", "", [], None, 7, LruPolicy):
+        with pytest.raises(ConfigError, match="policy"):
+            make_policy(name)  # type: ignore[arg-type]
 
 
 def test_equal_entries_used_once_leave_in_the_order_of_their_use(policy: EvictionPolicy) -> None:

@@ -5,16 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from builders import ROW_BYTES, images, request, rows_of
+import torch
+from builders import ROW_BYTES, WIDTH, images, request, rows_of
 from cache_forms import check_merge, fill, one_image, step
 from split_engine import SplitEngine
 
 from mmcache import (
     CacheConfig,
+    ConfigError,
     EmbeddingError,
+    EmbeddingStore,
     EncoderLedger,
+    MultimodalItem,
+    PlaceholderRange,
+    ReleasedError,
+    RequestError,
+    WindowError,
     make_policy,
 )
+from mmcache.policies import LruPolicy
 
 # -- workers that lose things --------------------------------------------------
 
@@ -114,9 +123,133 @@ def test_workers_drop_what_a_request_began_that_was_aborted() -> None:
     assert [len(store) for store in cache.stores] == [0, 0]
 
 
-def test_settling_what_a_plan_does_not_need_changes_nothing() -> None:
-    ledger = EncoderLedger(1 << 20, make_policy("lru"))
-    plan = ledger.plan(request("r", 20, images((0, 4))), num_computed_tokens=0)
-    ledger.settle(plan, {7: 64}, seconds=1.0)
-    assert ledger.stats().encodes == 0
+NOT_THE_PLAN_S: dict[str, Any] = {
+    "an index that does not exist": {9: 64},
+    "a covered item": {0: 64},
+    "a later item": {4: 64},
+    "an item with given rows": {3: 16},
+    "one among others": {1: 64, 9: 64},
+    "a truth value": {True: 64},
+    "a name": {"1": 64},
+    "a size that is no integer": {1: "x"},
+    "half a byte": {1: 64.5},
+    "nothing": None,
+    "no mapping": [64],
+}
+
+
+@pytest.mark.parametrize("sizes", NOT_THE_PLAN_S.values(), ids=list(NOT_THE_PLAN_S))
+def test_a_report_of_what_a_plan_does_not_need_is_refused_and_changes_nothing(sizes: Any) -> None:
+    ledger = EncoderLedger(1 << 20, "lru")
+    *items, last = images((0, 4), (6, 4), (11, 4), (30, 4))
+    given = MultimodalItem("image", last.fields, PlaceholderRange(16, 1), "given", embeds=torch.ones(1, WIDTH))
+    req = request("r", 40, [*items, given, last])
+    plan = ledger.plan(req, num_computed_tokens=4, num_scheduled_tokens=20)
+    assert (plan.missing, plan.stored) == ((1, 2), (3,))
+    before = ledger.stats()
+    with pytest.raises(EmbeddingError, match="'r'"):
+        ledger.settle(plan, sizes)
+    assert ledger.stats() == before
     ledger.check()
+    ledger.settle(plan, {1: 4 * ROW_BYTES, 2: 4 * ROW_BYTES})
+    assert ledger.refresh(plan).missing == ()
+
+
+def test_what_another_has_taken_over_is_passed_over() -> None:
+    now = [0.0]
+    ledger = EncoderLedger(1 << 20, "lru", lease_seconds=1.0, clock=lambda: now[0])
+    slow, waiter = (ledger.plan(one_image(name, "a"), num_computed_tokens=0) for name in "rs")
+    now[0] = 2.0
+    assert ledger.poll(waiter).mine == (0,)
+    ledger.settle(waiter, {0: 4 * ROW_BYTES})
+    ledger.settle(waiter, {0: 4 * ROW_BYTES})  # another worker's report of the same
+    before = ledger.stats()
+    ledger.settle(slow, {0: 4 * ROW_BYTES})
+    assert ledger.stats().used_bytes == before.used_bytes == 4 * ROW_BYTES
+    ledger.check()
+
+
+# -- steps that the scheduler cuts ---------------------------------------------
+
+
+def test_a_shorter_step_gives_up_what_only_the_cut_tokens_needed() -> None:
+    ledger, store = EncoderLedger(1 << 20, "lru", row_bytes={"image": ROW_BYTES}), EmbeddingStore()
+    plan = ledger.plan(request("r", 20, images((0, 4), (10, 4))), num_computed_tokens=0)
+    waiter = ledger.plan(request("s", 20, images((10, 4), ids="b")), num_computed_tokens=0)
+    store.apply(plan)
+    store.put_planned(plan, [rows_of("a", 4), rows_of("b", 4)])
+    shorter = ledger.shrink(plan, 10)
+    assert (shorter.plan_id, shorter.window, shorter.missing) == (plan.plan_id, (0, 10), (0,))
+    assert ledger.poll(waiter).mine == (0,)
+    ledger.release(waiter)
+    nothing = ledger.shrink(shorter, 0)
+    assert (nothing.window, nothing.missing) == ((0, 0), ())
+    for late in (shorter, nothing):
+        store.apply(late)
+    drops = ledger.plan(request("text", 1), num_computed_tokens=0)
+    store.apply(drops)
+    assert (len(store), ledger.stats().used_bytes) == (0, 0)
+    ledger.check()
+
+
+def test_a_step_that_was_cut_settles_what_it_kept() -> None:
+    ledger = EncoderLedger(1 << 20, "lru")
+    plan = ledger.plan(request("r", 20, images((0, 4), (10, 4))), num_computed_tokens=0)
+    shorter = ledger.shrink(plan, 10)
+    with pytest.raises(EmbeddingError, match="item 1"):
+        ledger.settle(shorter, {0: 64, 1: 64})
+    ledger.settle(plan, {0: 64, 1: 64})  # of workers that had not heard of the cut
+    assert (ledger.refresh(plan).stored, ledger.stats().encodes) == ((0,), 1)
+    ledger.check()
+
+
+@pytest.mark.parametrize("number", [-1, 13, 3.0, True, "4", None])
+def test_a_step_is_cut_to_no_more_than_it_has(number: Any) -> None:
+    ledger = EncoderLedger(1 << 20, "lru")
+    plan = ledger.plan(request("r", 20, images((0, 4), (10, 4))), num_computed_tokens=4, num_scheduled_tokens=12)
+    with pytest.raises(WindowError, match="'r'"):
+        ledger.shrink(plan, number)
+    assert ledger.refresh(plan).window == (4, 16)
+    ledger.release(plan)
+    with pytest.raises(ReleasedError, match="'r'"):
+        ledger.shrink(plan, 4)
+
+
+# -- what a ledger is made of, and told ----------------------------------------
+
+
+@pytest.mark.parametrize(
+    "policy", ["lru", "gdsf", "queue-aware", LruPolicy()], ids=["lru", "gdsf", "queue-aware", "own"]
+)
+def test_a_ledger_takes_a_policy_or_its_name(policy: Any) -> None:
+    ledger = EncoderLedger(8 * ROW_BYTES, policy, row_bytes={"image": ROW_BYTES})
+    for name in "abc":
+        req = one_image(name, name)
+        plan = ledger.plan(req, num_computed_tokens=0)
+        ledger.settle(plan, {0: 4 * ROW_BYTES})
+        ledger.finish(req)
+    assert ledger.stats().evictions == {"room": 1}
+    ledger.clear()
+    assert ledger.stats().entries == 0
+    ledger.check()
+
+
+@pytest.mark.parametrize("policy", ["fifo", "", None, [], 7, object(), LruPolicy], ids=range(7))
+def test_a_ledger_without_a_policy_is_refused(policy: Any) -> None:
+    with pytest.raises(ConfigError, match="policy"):
+        EncoderLedger(1000, policy)
+
+
+@pytest.mark.parametrize("capacity", [-1, 1.5, "1000", None, True, [1]])
+def test_a_ledger_s_capacity_is_a_number_of_bytes(capacity: Any) -> None:
+    with pytest.raises(ConfigError, match="capacity_bytes"):
+        EncoderLedger(capacity, "lru")
+
+
+@pytest.mark.parametrize("step", [None, 7, "r", ("r", 1)])
+@pytest.mark.parametrize("use", ["release", "refresh", "poll", "shrink", "settle"])
+def test_a_ledger_knows_steps_by_their_plans(use: str, step: Any) -> None:
+    ledger = EncoderLedger(1 << 20, "lru")
+    rest = {"shrink": (1,), "settle": ({},)}.get(use, ())
+    with pytest.raises(RequestError, match="StepPlan"):
+        getattr(ledger, use)(step, *rest)

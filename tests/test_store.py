@@ -9,7 +9,14 @@ import pytest
 import torch
 from builders import ROW_BYTES, images, request, rows_of
 
-from mmcache import CacheConfig, EmbeddingError, EmbeddingStore, MultimodalCache, UnresolvedItemError
+from mmcache import (
+    CacheConfig,
+    EmbeddingError,
+    EmbeddingStore,
+    MultimodalCache,
+    RequestError,
+    UnresolvedItemError,
+)
 from mmcache.testing import SimulatedDevice
 
 
@@ -101,3 +108,45 @@ def test_what_a_plan_does_not_ask_for_is_not_kept() -> None:
         store.rows(plan, 0)
     assert store.put_planned(plan, {0: rows_of("a", 4)}) == {0: 4 * ROW_BYTES}
     assert torch.equal(store.rows(plan, 0), rows_of("a", 4))
+
+
+def test_rows_come_by_item_or_in_the_order_of_what_is_missing() -> None:
+    cache = MultimodalCache(CacheConfig(capacity_bytes=1 << 20))
+    plan = cache.lookup(request("r", 20, images((1, 4), (8, 4))), num_computed_tokens=0).plan
+    rows = [rows_of("a", 4), rows_of("b", 4)]
+    for given in (rows, tuple(rows), torch.stack(rows), dict(enumerate(rows))):
+        store = EmbeddingStore()
+        assert store.put_planned(plan, given) == {0: 4 * ROW_BYTES, 1: 4 * ROW_BYTES}
+        assert all(torch.equal(store.rows(plan, index), rows[index]) for index in (0, 1))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [[], [torch.ones(4, 4)], [torch.ones(4, 4)] * 3, torch.ones(4, 4), torch.tensor(1.0), "ab", None, {1, 2}],
+    ids=range(8),
+)
+def test_a_sequence_that_is_not_one_of_what_is_missing_is_refused(given: Any) -> None:
+    cache = MultimodalCache(CacheConfig(capacity_bytes=1 << 20))
+    plan = cache.lookup(request("r", 20, images((1, 4), (8, 4))), num_computed_tokens=0).plan
+    store = EmbeddingStore()
+    with pytest.raises(EmbeddingError, match="'r'"):
+        store.put_planned(plan, given)
+    assert len(store) == 0
+
+
+@pytest.mark.parametrize("rows", ["x", None, [[1.0]], 7])
+def test_what_is_kept_is_a_tensor(rows: Any) -> None:
+    store = EmbeddingStore()
+    with pytest.raises(EmbeddingError, match="Tensor"):
+        store.put(1, rows)
+    assert len(store) == 0
+
+
+@pytest.mark.parametrize("plan", [None, "r", {}])
+def test_a_store_obeys_plans_alone(plan: Any) -> None:
+    store = EmbeddingStore()
+    store.put(1, rows_of("a", 4))
+    for use in (store.apply, lambda plan: store.put_planned(plan, {}), lambda plan: store.rows(plan, 0)):
+        with pytest.raises(RequestError, match="StepPlan"):
+            use(plan)
+    assert store.handles() == (1,)

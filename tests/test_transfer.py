@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transfer_helpers import KEPT, QWEN, cache_of, flat, image, missing, places, request_of, same, sent
 
-from mmcache.errors import ConfigError, MissingContentError
+from mmcache.errors import ConfigError, MissingContentError, RequestError
 from mmcache.fields import FieldConfig, ItemFields, join_fields, split_fields
 from mmcache.items import MultimodalItem, MultimodalRequest, PlaceholderRange
 from mmcache.staging import PinnedRing, Staging
@@ -54,6 +54,16 @@ def test_nothing_missing_is_no_batch() -> None:
         with cache.lookup(request, num_computed_tokens=window[0], num_scheduled_tokens=window[1]) as lookup:
             assert encoder_inputs([lookup], "cuda:0") == []
     assert encoder_inputs([], "cpu") == []
+
+
+def test_what_is_no_lookup_is_refused() -> None:
+    with cache_of().lookup(request_of([image()]), num_computed_tokens=0) as lookup:
+        transfer = Transfer("cpu")
+        for bad in (lookup, None, 7, [None], [lookup, "r"], [lookup.plan], "r"):
+            for use in (lambda bad: encoder_inputs(bad, "cpu"), transfer.encoder_inputs):
+                with pytest.raises(RequestError, match="lookups"):
+                    use(bad)
+        assert len(encoder_inputs(iter([lookup]), "cpu")) == 1  # type: ignore[arg-type]
 
 
 def test_each_content_once_within_and_across_requests() -> None:

@@ -13,7 +13,15 @@ import pytest
 import torch
 from builders import ROW_BYTES, WIDTH, images, request, rows_of
 
-from mmcache import CacheConfig, MultimodalCache, MultimodalRequest, ReleasedError, SelfWaitError, WaitTimeoutError
+from mmcache import (
+    CacheConfig,
+    MultimodalCache,
+    MultimodalRequest,
+    ReleasedError,
+    RequestError,
+    SelfWaitError,
+    WaitTimeoutError,
+)
 
 
 @pytest.fixture
@@ -291,3 +299,14 @@ def test_an_abort_during_an_insert_leaves_nothing_behind(moment: str, monkeypatc
     assert (stats.entries, stats.used_bytes, stats.pinned_bytes) == (0, 0, 0)
     assert cache._store.nbytes == 0  # nothing that no plan names any more
     assert cache.lookup(req, num_computed_tokens=0).missing == (0, 1)
+
+
+@pytest.mark.parametrize("timeout", ["x", "1", True, float("nan"), [1], 1j])
+def test_a_timeout_is_a_number_of_seconds(cache: MultimodalCache, timeout: Any) -> None:
+    owner, waiter = (cache.lookup(one_image(name), num_computed_tokens=0) for name in "ow")
+    with pytest.raises(RequestError, match=r"'w'.*timeout"):
+        waiter.wait(timeout)
+    with pytest.raises(RequestError, match=r"'w'.*timeout"):
+        asyncio.run(waiter.ready(timeout))
+    cache.insert(owner, [rows_of("a", 4)])
+    assert waiter.wait(float("inf")).ready == (0,)

@@ -3,15 +3,69 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import inf
 from numbers import Real
 
-from mmcache.errors import EmbeddingError, MMCacheError
+from mmcache.errors import ConfigError, EmbeddingError, MMCacheError, WindowError
+from mmcache.integers import as_int
 from mmcache.ledger.records import GONE, READY, RESERVED, Entry, Session, Ticket
 from mmcache.ledger.table import EntryTable
+from mmcache.planning import StepPlan, needed_items
 
-__all__ = ["check_books", "check_report", "check_seconds"]
+__all__ = ["check_books", "check_capacity", "check_report", "check_seconds", "check_shrink", "check_sizes"]
+
+
+def check_capacity(capacity_bytes: object) -> int:
+    """The budget. Raise ConfigError unless it is an integer >= 0."""
+    number = as_int(capacity_bytes)
+    if number is None or number < 0:
+        raise ConfigError("capacity_bytes is an integer >= 0", field="capacity_bytes", found=repr(capacity_bytes))
+    return number
+
+
+def check_shrink(ticket: Ticket, num_scheduled_tokens: object) -> tuple[int, tuple[int, int, Sequence[int]]]:
+    """Where the shorter window ends, and what it needs. Raise WindowError where it is longer than the present one."""
+    length = ticket.end - ticket.start
+    number = as_int(num_scheduled_tokens)
+    if number is None or not 0 <= number <= length:
+        raise WindowError(
+            "a lookup shrinks to a shorter window",
+            request_id=ticket.request.request_id,
+            expected=f"an integer from 0 to {length}",
+            found=repr(num_scheduled_tokens),
+        )
+    end = ticket.start + number
+    return end, needed_items(ticket.request, ticket.needed_from, end + ticket.lookahead, ticket.num_items)
+
+
+def check_sizes(
+    step: Ticket | StepPlan, sizes: Mapping[int, int], seconds: float | None, request_id: str
+) -> Mapping[int, int]:
+    """Bytes by item index. Raise EmbeddingError for items that a plan needs no rows of, or a time that is none."""
+    check_seconds(seconds, request_id)
+    if isinstance(step, Ticket):  # counted in this process, of what it calls missing
+        return sizes
+    if not isinstance(sizes, Mapping):
+        raise EmbeddingError(
+            "stored rows are reported as {item index: bytes}", request_id=request_id, found=type(sizes).__name__
+        )
+    needed = [item.index for item in step.items if item.handle >= 0]
+    checked = {}
+    for key, size in sizes.items():
+        index, nbytes = as_int(key), as_int(size)
+        if index is None or index not in needed:
+            raise EmbeddingError(
+                "rows of an item that the plan does not need",
+                request_id=request_id,
+                item=index,
+                expected=f"one of {needed}",
+                found=repr(key),
+            )
+        if nbytes is None:
+            raise EmbeddingError("bytes of rows are an integer", request_id=request_id, item=index, found=repr(size))
+        checked[index] = nbytes
+    return checked
 
 
 def check_seconds(seconds: float | None, request_id: str) -> None:

@@ -6,11 +6,10 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import TypeAlias
 
 from mmcache.items import MultimodalRequest
 from mmcache.ledger.budget import Budget
-from mmcache.ledger.checks import check_books, check_report, check_seconds
+from mmcache.ledger.checks import check_books, check_capacity, check_report, check_shrink, check_sizes
 from mmcache.ledger.loads import TierLoads
 from mmcache.ledger.records import Entry, PinnedMatch, Session, Ticket
 from mmcache.ledger.sessions import Sessions, id_of
@@ -18,14 +17,12 @@ from mmcache.ledger.snapshots import decision_of, plan_of
 from mmcache.ledger.table import EntryTable
 from mmcache.ledger.tally import Tally, stats_of
 from mmcache.ledger.waiting import WaitingLine, Waits, news_of, wake
-from mmcache.ledger.workers import Workers
+from mmcache.ledger.workers import Step, Workers
 from mmcache.planning import Progress, StepPlan, check_window, needed_items
-from mmcache.policies import EvictionPolicy
+from mmcache.policies import EvictionPolicy, as_policy
 from mmcache.stats import CacheStats
 
 __all__ = ["EncoderLedger"]
-
-Step: TypeAlias = Ticket | StepPlan
 
 
 class EncoderLedger:
@@ -46,7 +43,7 @@ class EncoderLedger:
     def __init__(
         self,
         capacity_bytes: int,
-        policy: EvictionPolicy,
+        policy: str | EvictionPolicy,
         *,
         row_bytes: Mapping[str, int] | None = None,
         lease_seconds: float = 120.0,
@@ -57,19 +54,22 @@ class EncoderLedger:
 
         Args:
             capacity_bytes: the budget for embeddings.
-            policy: eviction order; owned by the ledger from now on.
+            policy: eviction order, as in `CacheConfig`; owned by the ledger from now on.
             row_bytes: bytes of one embedding row by modality, where known before the first encode.
             lease_seconds: after this time a waiter may take over from an owner that has not delivered.
             split_by_adapter: whether adapters touch the encoder, so that embeddings belong to one adapter each.
             clock: monotonic seconds.
+
+        Raises:
+            ConfigError: `capacity_bytes` is no integer >= 0, or there is no such policy.
         """
         self.ledger_id = uuid.uuid4().hex
-        self.budget = Budget(capacity_bytes, policy)
+        self.budget = Budget(check_capacity(capacity_bytes), as_policy(policy))
         self._table = EntryTable(self.budget, row_bytes or {}, lease_seconds, split_by_adapter, clock)
         self.counts = self._table.counts
         self._sessions = Sessions(self.budget)
         self._workers = Workers(self.ledger_id)
-        self._line = WaitingLine(policy)
+        self._line = WaitingLine(self.budget.policy)
         self._tally = Tally()
         self._woken = self._table.woken
         self._lock = threading.Lock()
@@ -95,8 +95,7 @@ class EncoderLedger:
 
     def holds(self, request: MultimodalRequest, index: int) -> bool:
         """Whether rows of the item's content are stored or on their way, as things stand. Nothing is pinned."""
-        scope = self._table.scopes.get(self.content_of(request, "")[:2])
-        return scope is not None and request.items[index].identifier in scope
+        return request.items[index].identifier in self._table.scopes.get(self.content_of(request, "")[:2], ())
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -154,13 +153,24 @@ class EncoderLedger:
         bounds = check_window(request, num_computed_tokens, num_scheduled_tokens, needed_from, lookahead)
         return self._send(self.open(request, *bounds))
 
+    def shrink(self, plan: StepPlan, num_scheduled_tokens: int) -> StepPlan:
+        """The scheduler cut the step: the plan for a shorter window, to be sent as any other in the old one's place.
+
+        Raises:
+            WindowError: not an integer from 0 to the window's present length.
+            ReleasedError: the plan is not open here.
+        """
+        ticket = self._workers.ticket(plan)
+        self.cut(ticket, num_scheduled_tokens)
+        return self._send(ticket)
+
     def refresh(self, plan: StepPlan) -> StepPlan:
         """The plan as things stand now, for instance after `poll` told of items that became its own to encode.
 
         Raises:
             ReleasedError: it is not open here.
         """
-        return self._send(self._ticket(plan))
+        return self._send(self._workers.ticket(plan))
 
     def _send(self, ticket: Ticket) -> StepPlan:
         with self._lock:
@@ -169,21 +179,16 @@ class EncoderLedger:
             ticket.plan = plan_of(self.ledger_id, ticket, decision_of(ticket, self.epoch), drop)
             return ticket.plan
 
-    def _ticket(self, step: Step) -> Ticket:
-        return step if isinstance(step, Ticket) else self._workers.ticket(step)
-
     def snapshot(self, ticket: Ticket) -> StepPlan:
         """The lookup's plan as it was decided, without handles to drop."""
         with self._lock:
             if ticket.plan is None:
-                decision = ticket.decided or decision_of(ticket, self.epoch)
-                ticket.plan = plan_of(self.ledger_id, ticket, decision)
+                ticket.plan = plan_of(self.ledger_id, ticket, ticket.decided or decision_of(ticket, self.epoch))
             return ticket.plan
 
-    def shrink(self, ticket: Ticket, end: int) -> None:
-        """The step ends earlier: what only the cut tokens needed is given up, as if never asked for."""
-        request, horizon = ticket.request, end + ticket.lookahead
-        first, later, needed = needed_items(request, ticket.needed_from, horizon, ticket.num_items)
+    def cut(self, ticket: Ticket, num_scheduled_tokens: int) -> None:
+        """`shrink`, of a lookup: what only the cut tokens needed is given up, as if never asked for."""
+        end, (first, later, needed) = check_shrink(ticket, num_scheduled_tokens)
         with self._lock:
             ticket.first, ticket.later, ticket.end, ticket.plan, ticket.decided = first, later, end, None, None
             self._sessions.shrink(ticket, self._table.shrink(ticket, needed))
@@ -210,16 +215,17 @@ class EncoderLedger:
         """The rows of these items are stored under the handles of their entries: whoever waits has them now.
 
         Args:
-            step: the lookup or plan that encoded them; items that it does not own (any more) are passed over.
+            step: the lookup or plan that encoded them; items that are no longer its own to encode are passed over.
             sizes: item index to bytes of its rows.
             seconds: what encoding all of them took, if measured.
 
         Raises:
             ReleasedError: the plan is not open here.
-            EmbeddingError: sizes that rows of their number and modality do not have, or a time that is none.
+            EmbeddingError: items that the plan does not need, sizes that rows of their number and modality do not have,
+                or a time that is none; nothing has changed then.
         """
-        ticket = self._ticket(step)
-        check_seconds(seconds, ticket.request.request_id)
+        ticket = self._workers.ticket(step)
+        sizes = check_sizes(step, sizes, seconds, ticket.request.request_id)
         with self._lock:
             check_report(self._table, ticket, sizes)
             self._table.settle(ticket, sizes, seconds)
@@ -284,8 +290,7 @@ class EncoderLedger:
         """
         request_id = id_of(request)
         with self._lock:
-            if self._line.positions:
-                self._line.withdraw(request_id)
+            self._line.withdraw(request_id)
             session = self._sessions.pop(request_id, None)
             open_tickets = [] if session is None else list(session.tickets)
             for ticket in open_tickets:
@@ -320,9 +325,8 @@ class EncoderLedger:
 
     def withdraw(self, request: MultimodalRequest | str) -> None:
         """The request, or the one of that id, no longer waits. Idempotent."""
-        request_id = id_of(request)
         with self._lock:
-            self._line.withdraw(request_id)
+            self._line.withdraw(id_of(request))
 
     # -- validity ------------------------------------------------------------------------------------------------------
 
@@ -335,6 +339,10 @@ class EncoderLedger:
         with self._lock:
             self._table.invalidate(identifier)
         self._wake()
+
+    def clear(self) -> None:
+        """Forget everything; see `invalidate`."""
+        self.invalidate()
 
     def reconcile(
         self, worker_epoch: str, held: Iterable[int] | None, lost: Iterable[int], worker: Hashable = 0
@@ -358,16 +366,14 @@ class EncoderLedger:
             return self._take_drops()
 
     def _take_drops(self) -> list[Entry]:
-        drops = self.budget.drops
-        if drops:
-            self.budget.drops = []
+        drops, self.budget.drops = self.budget.drops, []
         return drops
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 
     def poll(self, step: Step) -> Progress:
         """What has changed for the lookup or plan since the last time; takes over from owners beyond their lease."""
-        ticket = self._ticket(step)
+        ticket = self._workers.ticket(step)
         with self._lock:
             progress = news_of(self._table, ticket)
         self._wake()
@@ -389,9 +395,5 @@ class EncoderLedger:
 
     def _wake(self) -> None:
         """Wake whoever waits on lookups that have news; without the lock."""
-        if not self._woken:
-            return
-        with self._lock:
-            woken = list(self._woken)
-            self._woken.clear()
-        wake(woken)
+        if self._woken:
+            wake(self._woken, self._lock)

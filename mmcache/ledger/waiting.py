@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -100,9 +100,12 @@ class Waits:
                 ticket.futures = [pair for pair in ticket.futures if pair[1] is not future]
 
 
-def wake(tickets: Iterable[Ticket]) -> None:
-    """Wake the threads and tasks that wait on these lookups. Not under a lock."""
-    for ticket in dict.fromkeys(tickets):
+def wake(tickets: list[Ticket], lock: threading.Lock) -> None:
+    """Wake the threads and tasks that wait on these lookups, and empty the list, which the lock guards; it is free."""
+    with lock:
+        woken = dict.fromkeys(tickets)
+        tickets.clear()
+    for ticket in woken:
         event, futures = ticket.event, ticket.futures
         ticket.futures = None
         if event is not None:

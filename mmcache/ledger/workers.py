@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
+from typing import TypeAlias
 
-from mmcache.errors import ReleasedError
+from mmcache.errors import ReleasedError, RequestError
 from mmcache.ledger.records import READY, Entry, Ticket
 from mmcache.planning import StepPlan
 
-__all__ = ["Workers"]
+__all__ = ["Step", "Workers"]
+
+Step: TypeAlias = Ticket | StepPlan
 
 
 class Workers:
@@ -24,15 +27,24 @@ class Workers:
         self._epochs: dict[Hashable, str] = {}
 
     def find(self, plan: StepPlan) -> Ticket | None:
-        """The lookup of a plan, or None if it has ended or is another ledger's, whose plans have numbers, too."""
+        """The lookup of a plan, or None if it has ended or is another ledger's, whose plans have numbers, too.
+
+        Raises:
+            RequestError: it is no plan.
+        """
+        if not isinstance(plan, StepPlan):
+            raise RequestError("a ledger knows its steps by their StepPlan", found=type(plan).__name__)
         return self.plans.get(plan.plan_id) if plan.ledger_id == self._ledger_id else None
 
-    def ticket(self, plan: StepPlan) -> Ticket:
-        """The lookup of a plan.
+    def ticket(self, plan: Step) -> Ticket:
+        """The lookup of a plan, or that lookup itself.
 
         Raises:
             ReleasedError: it is not open here.
+            RequestError: it is neither.
         """
+        if isinstance(plan, Ticket):
+            return plan
         ticket = self.find(plan)
         if ticket is None:
             raise ReleasedError(

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -17,38 +17,12 @@ from mmcache.errors import ConfigError, MissingContentError, WindowError
 from mmcache.fields import FieldConfig, FieldValue, ItemFields, join_fields
 from mmcache.fields.values import content_of, value_bytes
 from mmcache.integers import as_int
-from mmcache.items import MultimodalRequest
 from mmcache.planning import needed_items
 from mmcache.staging import Event, Staging, staging_for
+from mmcache.transfer.lookups import PrefetchLookup, TransferLookup, listed
 from mmcache.transfer.sending import Sender, leaves
 
-__all__ = ["EncoderBatch", "PrefetchLookup", "Transfer", "TransferLookup", "encoder_inputs"]
-
-
-class TransferLookup(Protocol):
-    """What a transfer asks of a lookup."""
-
-    @property
-    def request(self) -> MultimodalRequest:
-        """The request."""
-
-    @property
-    def window(self) -> tuple[int, int]:
-        """(first, end) of the tokens of this step."""
-
-    @property
-    def missing(self) -> Sequence[int]:
-        """Indices of the items that this lookup has to encode."""
-
-    def key(self, index: int) -> Hashable:
-        """Equal for two items, of whatever lookups, whose rows are the same; of two caches no items are."""
-
-
-class PrefetchLookup(TransferLookup, Protocol):
-    """What `Transfer.prefetch` asks of a lookup besides."""
-
-    def holds(self, index: int) -> bool:
-        """Whether rows of an item, of this step or a later one, are stored, given or on their way."""
+__all__ = ["EncoderBatch", "Transfer", "encoder_inputs"]
 
 
 class _Resident:
@@ -108,8 +82,9 @@ def encoder_inputs(lookups: Sequence[TransferLookup], device: torch.device | str
     Raises:
         MissingContentError: items to encode came as metadata only; names the request and all such items of it.
         ConfigError: PyTorch knows no such device.
+        RequestError: something that is no lookup, as a `StepPlan` by itself, which has no payload.
     """
-    lookups = list(lookups)
+    lookups = listed(lookups)
     if not any(lookup.missing for lookup in lookups):
         return []
     return _transfer_to(_device_of(device)).encoder_inputs(lookups)
@@ -150,7 +125,7 @@ class Transfer:
     def encoder_inputs(self, lookups: Sequence[TransferLookup]) -> list[EncoderBatch]:
         """As the function `encoder_inputs`."""
         groups: dict[Hashable, list[tuple[TransferLookup, int, ItemFields]]] = {}
-        for entry in _missing(lookups):
+        for entry in _missing(listed(lookups)):
             groups.setdefault(_batch_key(entry[0].request.items[entry[1]].modality, entry[2]), []).append(entry)
         shared: dict[int, FieldValue] = {}
         return [self._batch(group, shared) for group in groups.values()]
@@ -178,7 +153,7 @@ class Transfer:
         if self.device.type == "cpu":
             return 0
         before = self.moved_bytes
-        for lookup in lookups:
+        for lookup in listed(lookups):
             request, (_, end) = lookup.request, lookup.window
             missing = set(lookup.missing)
             for index in needed_items(request, end, end + count)[2]:
@@ -370,9 +345,9 @@ def _device_of(name: torch.device | str) -> torch.device:
     """`cuda` as the tensors that are made there name it, `cuda:0`."""
     try:
         device = torch.device(name)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError("there is no such device", found=repr(name)) from error
-    return device if device.type == "cpu" or device.index is not None else torch.empty(0, device=device).device
+        return device if device.type == "cpu" or device.index is not None else torch.empty(0, device=device).device
+    except (RuntimeError, TypeError, AssertionError) as error:  # the last: a build without that kind of device
+        raise ConfigError("there is no such device here", expected="a device of torch's", found=repr(name)) from error
 
 
 _transfers: dict[torch.device, Transfer] = {}
