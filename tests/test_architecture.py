@@ -43,7 +43,7 @@ def rooms_imported(path: Path) -> set[str]:
             names = [node.module] if node.module != "mmcache" else [f"mmcache.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        rooms |= {name.split(".")[1] for name in names if name.startswith("mmcache.")}
+        rooms |= {name.split(".")[1] for name in names if name.startswith("mmcache.") and name != "mmcache.__version__"}
     return rooms
 
 

@@ -18,7 +18,6 @@ from mmcache.ledger import EncoderLedger, Entry, Ticket
 from mmcache.ledger.checks import check_seconds
 from mmcache.namespaces import Namespace, namespace_fingerprint
 from mmcache.planning import check_window
-from mmcache.policies import make_policy
 from mmcache.prefix import PrefixIndex
 from mmcache.stats import CacheStats
 from mmcache.store import EmbeddingStore
@@ -53,7 +52,7 @@ class MultimodalCache:
         self.prefix = PrefixIndex(config.block_size, config.prefix_blocks) if config.prefix_blocks else None
         self._ledger = EncoderLedger(
             config.capacity_bytes,
-            make_policy(config.policy) if isinstance(config.policy, str) else config.policy,
+            config.policy,
             row_bytes=config.row_bytes,
             lease_seconds=config.lease_seconds,
             split_by_adapter=config.adapter_touches_encoder,

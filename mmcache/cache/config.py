@@ -11,11 +11,9 @@ import torch
 from mmcache.errors import ConfigError
 from mmcache.integers import as_int
 from mmcache.namespaces import Namespace
-from mmcache.policies import EvictionPolicy, make_policy
+from mmcache.policies import EvictionPolicy, as_policy
 
 __all__ = ["CacheConfig"]
-
-_POLICY = ("add", "touch", "remove", "pin", "unpin", "victim")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +58,7 @@ class CacheConfig:
                 raise ConfigError("a modality is a name", field="row_bytes", found=repr(modality))
         sizes = {modality: _at_least(1, size, f"row_bytes[{modality!r}]") for modality, size in self.row_bytes.items()}
         object.__setattr__(self, "row_bytes", sizes)
-        if isinstance(self.policy, str):
-            make_policy(self.policy)  # raises where there is none of that name
-        elif not all(callable(getattr(self.policy, name, None)) for name in _POLICY):
-            raise ConfigError(
-                "a policy is a name or an EvictionPolicy", field="policy", found=type(self.policy).__name__
-            )
+        as_policy(self.policy)  # raises where it is none
         if not isinstance(self.namespace, (str, Namespace)):
             raise ConfigError(
                 "a namespace is a name or a Namespace", field="namespace", found=type(self.namespace).__name__
