@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from cachetools import LRUCache
 
 from mmcache.errors import ConfigError, FieldError, SelfWaitError
-from mmcache.fields import FieldValue, ItemFields, owns_memory
+from mmcache.fields import ItemFields, SharedValue, owned_value
 from mmcache.hashing import same_content
 from mmcache.integers import as_int
 
@@ -236,16 +236,10 @@ def _nbytes(fields: ItemFields) -> int:
 
 
 def _owned(fields: ItemFields) -> ItemFields:
-    values = {name: _own(value) for name, value in fields.items()}
-    if all(values[name] is value for name, value in fields.items()):
+    shared = {name for name, _, _ in fields.shared}
+    # A value that items share stays one: the copy is made once for all of them.
+    values = {n: fields.shared_value(n).owned() if n in shared else owned_value(v) for n, v in fields.items()}
+    if all((v.value if isinstance(v, SharedValue) else v) is fields[n] for n, v in values.items()):
         return fields
     configs = {name: fields.config(name) for name in fields}
     return ItemFields(values, configs, listed=frozenset(name for name in fields if fields.listed(name)))
-
-
-def _own(value: FieldValue) -> FieldValue:
-    if isinstance(value, list):
-        owned = [_own(entry) for entry in value]
-        return value if all(a is b for a, b in zip(owned, value)) else owned
-    value = value.detach() if value.requires_grad else value
-    return value if owns_memory(value) else value.clone()

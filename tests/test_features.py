@@ -9,7 +9,22 @@ import numpy as np
 import pytest
 import torch
 
-from mmcache import ConfigError, FeatureCache, FieldConfig, FieldError, ItemFields, SelfWaitError
+from mmcache import (
+    CacheConfig,
+    ConfigError,
+    FeatureCache,
+    FieldConfig,
+    FieldError,
+    ItemFields,
+    MultimodalCache,
+    MultimodalItem,
+    MultimodalRequest,
+    PlaceholderRange,
+    SelfWaitError,
+    encoder_inputs,
+    join_fields,
+    split_fields,
+)
 
 CONFIGS = {"x": FieldConfig.batched("image"), "grid": FieldConfig.batched("image", keep_on_cpu=True)}
 
@@ -184,6 +199,30 @@ def test_two_that_process_each_other_s_content_do_not_wait_for_ever() -> None:
     with ThreadPoolExecutor(2) as pool:
         results = [future.result(20) for future in (pool.submit(ask, "a", "b"), pool.submit(ask, "b", "a"))]
     assert sorted(results) == ["refused", "served"]
+
+
+LARGE = np.arange(4000, dtype=np.float32)
+
+
+@pytest.mark.parametrize("value", [LARGE, torch.arange(8000.0)[:4000], [LARGE, torch.arange(9.0)[:3]]])
+def test_a_value_that_items_share_stays_one(value: object) -> None:
+    """A view, or another library's memory, is copied when it comes in: once for all who share it."""
+    configs = {"x": FieldConfig.batched("image"), "s": FieldConfig.shared("image", 2)}
+    cache = FeatureCache(1 << 20)
+    split = split_fields({"x": torch.zeros(2, 3), "s": value}, configs)["image"]
+    one, other = (cache.put(name, fields) for name, fields in zip("ab", split))
+    assert one["s"] is other["s"] is not split[0]["s"]
+    assert join_fields([one, other])["s"] is one["s"]
+    again = split_fields({"x": torch.ones(2, 3), "s": value}, configs)["image"][0]
+    items = [
+        MultimodalItem("image", fields, PlaceholderRange(4 * i, 2), "abc"[i])
+        for i, fields in enumerate((one, other, cache.put("c", again)))
+    ]
+    request = MultimodalRequest("r", [1] * 12, items)
+    with MultimodalCache(CacheConfig(capacity_bytes=1 << 10)).lookup(request, num_computed_tokens=0) as lookup:
+        [batch] = encoder_inputs([lookup], "cpu")
+        sent = [batch.kwargs["x"], *(batch.kwargs["s"] if isinstance(value, list) else [batch.kwargs["s"]])]
+        assert lookup.bytes.transfer == sum(tensor.nbytes for tensor in sent)  # type: ignore[union-attr]
 
 
 def test_bad_input() -> None:

@@ -198,6 +198,43 @@ def test_items_that_do_not_join_say_why() -> None:
     assert same(join_fields([item(torch.tensor(1), shared("image", 1))] * 2)["x"], 1)
 
 
+def one_field(value: object, config: FieldConfig) -> ItemFields:
+    return ItemFields({"x": value}, {"x": config})
+
+
+@pytest.mark.parametrize("size", [1, 3, 4000])
+@pytest.mark.parametrize("keep_on_cpu", [False, True])
+def test_shared_values_are_one_by_their_bits_whatever_object_holds_them(size: int, keep_on_cpu: bool) -> None:
+    config = shared("image", 1, keep_on_cpu=keep_on_cpu)
+    value = torch.arange(float(size))
+    wide = torch.stack([value, value + 1], 1)
+    for equal in (value.clone(), wide[:, 0], value.numpy().copy(), value.clone().requires_grad_()):
+        assert same(join_fields([one_field(value, config), one_field(equal, config)])["x"], value)
+        assert one_field(value, config).join_key() == one_field(equal, config).join_key()
+    nested, equal = [value, [value]], [value.clone(), [wide[:, 0]]]
+    joined = join_fields([one_field(nested, config), one_field(equal, config)])["x"]
+    assert same(joined[0], value)
+    assert same(joined[1][0], value)
+    zero = torch.zeros(size)
+    for one, other in (
+        (value, value + 1),
+        (value, value.double()),
+        (value, value[None]),
+        (value, [value]),
+        (zero, -zero),  # equal numbers, other bits
+        (zero, torch.zeros(size, dtype=torch.int32)),
+    ):
+        with pytest.raises(FieldError, match="shared") as info:
+            join_fields([one_field(one, config), one_field(other, config)])
+        assert (info.value.item, info.value.field) == (1, "x")
+        assert one_field(one, config).join_key() != one_field(other, config).join_key()
+
+
+def test_a_shared_value_that_is_no_number_is_still_itself() -> None:
+    nan = torch.full((2000,), float("nan"))
+    assert join_fields([one_field(nan, shared("image", 1)), one_field(nan.clone(), shared("image", 1))])["x"] is nan
+
+
 def test_items_of_one_modality_and_known_fields_only() -> None:
     with pytest.raises(FieldError, match="no config"):
         ItemFields({"x": torch.ones(1)}, {})

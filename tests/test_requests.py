@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import copy
 import pickle
 from typing import Any
 
@@ -22,6 +23,8 @@ from mmcache import (
     PlaceholderError,
     PlaceholderRange,
     RequestError,
+    encoder_inputs,
+    split_fields,
 )
 
 
@@ -181,8 +184,9 @@ def test_ranges_may_nest_while_rows_do_not() -> None:
     cache = MultimodalCache(CacheConfig(capacity_bytes=1 << 20))
     lookup = cache.lookup(req, num_computed_tokens=4)
     assert [lookup.status(i).value for i in range(3)] == ["missing", "missing", "missing"]
+    lookup.release()
     lookup = cache.lookup(req, num_computed_tokens=6)
-    assert [lookup.status(i).value for i in range(3)] == ["covered", "covered", "in_flight"]
+    assert [lookup.status(i).value for i in range(3)] == ["covered", "covered", "missing"]
 
 
 # -- metadata ------------------------------------------------------------------------------------
@@ -218,3 +222,79 @@ def test_metadata_of_what_is_not_metadata_is_refused() -> None:
             with pytest.raises(FieldError, match=field):
                 MultimodalCache(CacheConfig(capacity_bytes=1)).lookup(req).metadata(field)
     assert request("r", 40).metadata("image_grid_thw") == []
+
+
+def sharing(offset: int, identifier: str, value: Any, name: str = "s") -> MultimodalItem:
+    """An item from a processor call of its own: 12 bytes, and a value that others may share."""
+    configs = {"x": FieldConfig.batched("image"), name: FieldConfig.shared("image", 1)}
+    [fields] = split_fields({"x": torch.zeros(1, 3), name: value}, configs)["image"]
+    return MultimodalItem("image", fields, PlaceholderRange(offset, 2), identifier)
+
+
+def transferred(req: MultimodalRequest, num_computed_tokens: int = 0) -> int:
+    """What a plan counts, which is what is sent."""
+    cache = MultimodalCache(CacheConfig(capacity_bytes=1 << 20))
+    with cache.lookup(req, num_computed_tokens=num_computed_tokens) as lookup:
+        sent = {id(v): v.nbytes for batch in encoder_inputs([lookup], "cpu") for v in batch.kwargs.values()}  # type: ignore[union-attr]
+        assert lookup.bytes.transfer == sum(sent.values())
+        assert lookup.bytes.total == lookup.bytes.transfer + lookup.bytes.covered
+        return lookup.bytes.transfer
+
+
+@pytest.mark.parametrize("size", [10, 4000])
+def test_equal_shared_values_of_any_turn_count_once(size: int) -> None:
+    value = torch.arange(float(size))
+    req = MultimodalRequest("r", [1] * 4, [sharing(0, "a", value.clone())])
+    req.extend([1] * 4, [sharing(4, "b", value.clone())])
+    assert transferred(req) == 2 * 12 + 4 * size
+    req.extend([1] * 8, [sharing(8, "c", value.numpy().copy()), sharing(12, "d", value.clone())])
+    assert transferred(req) == 4 * 12 + 4 * size
+    assert transferred(req, 8) == 2 * 12 + 4 * size  # with the first that is still needed
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        sharing(4, "b", torch.arange(10.0) + 1),
+        sharing(4, "b", torch.arange(10, dtype=torch.int32)),
+        sharing(4, "b", torch.arange(10.0)[None]),
+        sharing(4, "b", torch.arange(10.0), name="t"),
+    ],
+    ids=["bits", "dtype", "shape", "name"],
+)
+def test_shared_values_that_differ_in_anything_count_each(other: MultimodalItem) -> None:
+    req = MultimodalRequest("r", [1] * 4, [sharing(0, "a", torch.arange(10.0))])
+    req.extend([1] * 4, [other])
+    assert transferred(req) == 2 * (12 + 40)
+
+
+def test_a_value_may_be_shared_on_the_cpu_by_some_and_sent_for_others() -> None:
+    value = torch.arange(10.0)
+    configs = {"x": FieldConfig.batched("image"), "s": FieldConfig.shared("image", 1, keep_on_cpu=True)}
+    [fields] = split_fields({"x": torch.zeros(1, 3), "s": value}, configs)["image"]
+    kept = MultimodalItem("image", fields, PlaceholderRange(0, 2), "a")
+    req = MultimodalRequest("r", [1] * 8, [kept, sharing(4, "b", value)])
+    with MultimodalCache(CacheConfig(capacity_bytes=1 << 10)).lookup(req, num_computed_tokens=0) as lookup:
+        assert (lookup.bytes.transfer, lookup.bytes.kept_on_cpu) == (2 * 12 + 40, 40)
+
+
+@pytest.mark.parametrize("copied", [lambda req: pickle.loads(pickle.dumps(req)), copy.deepcopy], ids=["pickle", "copy"])
+@pytest.mark.parametrize("size", [10, 4000])
+def test_a_request_knows_its_shared_values_again_in_another_process(copied: Any, size: int) -> None:
+    value = torch.arange(float(size))
+    req = copied(MultimodalRequest("r", [1] * 8, [sharing(0, "a", value), sharing(4, "b", value)]))
+    fields = req.items[0].fields
+    req.extend([1] * 4, [MultimodalItem("image", fields, PlaceholderRange(8, 2), "c")])
+    req.extend([1] * 4, [sharing(12, "d", value.clone())])
+    assert transferred(req) == 4 * 12 + 4 * size
+    req.extend([1] * 4, [sharing(16, "e", value + 1)])  # wherever it lies, it is another
+    assert transferred(req) == 5 * 12 + 2 * 4 * size
+
+
+def test_a_value_in_the_place_of_one_that_is_gone_is_not_taken_for_it() -> None:
+    req = MultimodalRequest("r", [1] * 4, [sharing(0, "a", torch.zeros(10))])
+    for turn in range(1, 30):
+        req.items[-1] = MultimodalItem("image", None, PlaceholderRange(4 * (turn - 1), 2), req.items[-1].identifier)
+        req.extend([1] * 4, [sharing(4 * turn, f"{turn}", torch.full((10,), float(turn)))])
+    with MultimodalCache(CacheConfig(capacity_bytes=1 << 20)).lookup(req, num_computed_tokens=0) as lookup:
+        assert lookup.bytes.total == 30 * (12 + 40)

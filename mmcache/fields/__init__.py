@@ -8,14 +8,17 @@ batch into one `ItemFields` an item, all views, and `join_fields` puts items bac
 from mmcache.fields.batches import join_fields, join_tensors, split_fields
 from mmcache.fields.config import FieldConfig
 from mmcache.fields.item import ItemFields
-from mmcache.fields.values import FieldValue, owns_memory, value_bytes
+from mmcache.fields.shared import SharedValue
+from mmcache.fields.values import FieldValue, owned_value, owns_memory, value_bytes
 
 __all__ = [
     "FieldConfig",
     "FieldValue",
     "ItemFields",
+    "SharedValue",
     "join_fields",
     "join_tensors",
+    "owned_value",
     "owns_memory",
     "split_fields",
     "value_bytes",

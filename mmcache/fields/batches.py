@@ -11,7 +11,8 @@ from torch import Tensor
 from mmcache.errors import FieldError
 from mmcache.fields.config import FieldConfig
 from mmcache.fields.item import ItemFields
-from mmcache.fields.values import FieldValue, as_value, content_of
+from mmcache.fields.shared import SharedValue
+from mmcache.fields.values import FieldValue, as_value
 
 __all__ = ["join_fields", "join_tensors", "split_fields"]
 
@@ -33,7 +34,7 @@ def split_fields(batch: Mapping[str, Any], configs: Mapping[str, FieldConfig]) -
     for mapping in (batch, configs):
         if not isinstance(mapping, Mapping):
             raise FieldError("a batch and its configs are mappings", found=type(mapping).__name__)
-    parts: dict[str, dict[str, list[FieldValue]]] = {}
+    parts: dict[str, dict[str, Sequence[FieldValue | SharedValue]]] = {}
     listed: dict[str, set[str]] = {}
     for name, config in configs.items():
         if not isinstance(config, FieldConfig):
@@ -66,7 +67,7 @@ def join_fields(items: Sequence[ItemFields]) -> dict[str, FieldValue]:
 
     Raises:
         FieldError: items of one modality have different fields, a field differs in layout or dtype, or a shared field
-            has different values.
+            has different values (on a device: is not one tensor, since nothing here waits for its bits).
     """
     groups: dict[str, list[tuple[int, ItemFields]]] = {}
     names_of: dict[str, tuple[int, ItemFields]] = {}
@@ -87,9 +88,9 @@ def join_fields(items: Sequence[ItemFields]) -> dict[str, FieldValue]:
     return {name: _join_values(name, members) for name, members in groups.items()}
 
 
-def _split_value(value: FieldValue, name: str, config: FieldConfig) -> list[FieldValue]:
+def _split_value(value: FieldValue, name: str, config: FieldConfig) -> Sequence[FieldValue | SharedValue]:
     if config.layout == "shared":
-        return [value] * (config.batch_size or 0)
+        return [SharedValue(value)] * (config.batch_size or 0)
     if config.layout == "batched":
         if isinstance(value, list):
             return list(value)
@@ -149,8 +150,9 @@ def _join_values(name: str, members: list[tuple[int, ItemFields]]) -> FieldValue
             )
     values = [item._data[name] for _, item in members]
     if config.layout == "shared":
-        for (index, _), other_value in zip(members, values):
-            if other_value is not value and content_of(other_value) != content_of(value):
+        common = first_item._shared[name]
+        for index, item in members[1:]:
+            if item._data[name] is not value and item._shared[name].key != common.key:
                 raise FieldError(f"a shared field differs from item {first_index}'s", field=name, item=index)
         return value
     if config.layout == "flat" and all(isinstance(v, list) for v in values):

@@ -7,6 +7,7 @@ from typing import Any
 
 from mmcache.errors import FieldError
 from mmcache.fields.config import FieldConfig
+from mmcache.fields.shared import SharedValue
 from mmcache.fields.values import FieldValue, as_value, content_of, describe, shape_of, value_bytes
 
 __all__ = ["ItemFields"]
@@ -25,7 +26,7 @@ class ItemFields(Mapping[str, FieldValue]):
         shared: (name, bytes, keep_on_cpu) of each shared field.
     """
 
-    __slots__ = ("_configs", "_data", "_listed", "kept_bytes", "modality", "payload_bytes", "shared")
+    __slots__ = ("_configs", "_data", "_listed", "_shared", "kept_bytes", "modality", "payload_bytes", "shared")
 
     def __init__(
         self, data: Mapping[str, Any], configs: Mapping[str, FieldConfig], *, listed: frozenset[str] = frozenset()
@@ -33,12 +34,13 @@ class ItemFields(Mapping[str, FieldValue]):
         """Take `data` as one item's fields; every name needs a config.
 
         Args:
-            data: name to tensor, array, number, or nested list of these.
+            data: name to tensor, array, number, or nested list of these; or to the `SharedValue` of other items.
             configs: name to config; all of one modality.
             listed: names of batched fields that the processor gave as a list, and that join to a list again.
         """
         self._data: dict[str, FieldValue] = {}
         self._configs: dict[str, FieldConfig] = {}
+        self._shared: dict[str, SharedValue] = {}
         self._listed = listed
         payload = kept = 0
         shared = []
@@ -55,12 +57,14 @@ class ItemFields(Mapping[str, FieldValue]):
                 raise FieldError(
                     "the fields of an item have one modality", field=name, expected=modality, found=config.modality
                 )
-            value = as_value(raw, name, config.keep_on_cpu)
+            common = raw if isinstance(raw, SharedValue) else None
+            value = as_value(raw if common is None else common.value, name, config.keep_on_cpu)
             self._data[name] = value
             self._configs[name] = config
             size = value_bytes(value)
             if config.layout == "shared":
                 shared.append((name, size, config.keep_on_cpu))
+                self._shared[name] = SharedValue(value) if common is None or common.value is not value else common
             elif config.keep_on_cpu:
                 kept += size
             else:
@@ -107,6 +111,17 @@ class ItemFields(Mapping[str, FieldValue]):
         """Whether the processor gave this batched field as a list, so that the model takes a list."""
         return name in self._listed
 
+    def shared_value(self, name: str) -> SharedValue:
+        """The value of shared field `name`, by whose key other items with the same one are found.
+
+        Raises:
+            FieldError: the item has no such shared field.
+        """
+        found = self._shared.get(name)
+        if found is None:
+            raise FieldError("the item has no such shared field", field=name, expected=f"one of {sorted(self._shared)}")
+        return found
+
     def resembles(self, other: ItemFields) -> bool:
         """Whether both can be the fields of one content: equal names, layouts, dtypes, shapes and CPU metadata.
 
@@ -119,7 +134,7 @@ class ItemFields(Mapping[str, FieldValue]):
             and (
                 value is other._data[name]
                 or not self._configs[name].keep_on_cpu
-                or content_of(value, limit=None) == content_of(other._data[name], limit=None)
+                or content_of(value) == content_of(other._data[name])
             )
             for name, value in self._data.items()
         )
@@ -128,7 +143,7 @@ class ItemFields(Mapping[str, FieldValue]):
         """Equal for items that `join_fields` puts into one batch whose layout a model accepts.
 
         Shapes have to agree except where items are concatenated (a flat field's `dim`) or where the processor itself
-        gave a list; a shared field has to be the same value.
+        gave a list; a shared field has to have the same value.
         """
         key: list[Any] = []
         for name, value in sorted(self._data.items()):
@@ -137,7 +152,7 @@ class ItemFields(Mapping[str, FieldValue]):
                 continue
             key.append((name, config.modality, config.layout, config.dim, config.keep_on_cpu))
             if config.layout == "shared":
-                key.append(content_of(value))
+                key.append(self._shared[name].key)
             elif isinstance(value, list) or name in self._listed:
                 key.append("list")
             elif config.layout == "flat":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Hashable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -10,7 +12,17 @@ from torch import Tensor
 
 from mmcache.errors import FieldError
 
-__all__ = ["FieldValue", "as_value", "content_of", "describe", "owns_memory", "shape_of", "value_bytes"]
+__all__ = [
+    "FieldValue",
+    "as_value",
+    "content_of",
+    "describe",
+    "on_cpu",
+    "owned_value",
+    "owns_memory",
+    "shape_of",
+    "value_bytes",
+]
 
 FieldValue: TypeAlias = "Tensor | list[FieldValue]"
 
@@ -84,11 +96,34 @@ def shape_of(value: FieldValue) -> Any:
     return (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else tuple(map(shape_of, value))
 
 
-def content_of(value: FieldValue, limit: int | None = 4096) -> Any:
-    """A value as something comparable: small metadata by its bits, a large or device tensor by identity."""
+def on_cpu(value: FieldValue) -> bool:
+    """Whether all of its bits can be read without waiting for a device."""
+    if isinstance(value, Tensor):
+        return value.device.type == "cpu" and value.layout is torch.strided
+    return all(map(on_cpu, value))
+
+
+def owned_value(value: FieldValue) -> FieldValue:
+    """The value in memory of its own; the same object where it is so already."""
     if isinstance(value, list):
-        return tuple(content_of(entry, limit) for entry in value)
-    if value.device.type != "cpu" or (limit is not None and value_bytes(value) > limit):
-        return (value.dtype, tuple(value.shape), id(value))
-    flat = value.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
-    return (value.dtype, tuple(value.shape), flat.view(torch.uint8).numpy().tobytes())
+        owned = [owned_value(entry) for entry in value]
+        return value if all(a is b for a, b in zip(owned, value)) else owned
+    value = value.detach() if value.requires_grad else value
+    return value if owns_memory(value) else value.clone()
+
+
+def content_of(value: FieldValue) -> Hashable:
+    """A value on the CPU as something comparable, of at most a few kB a tensor: equal for equal dtype, shape and bits.
+
+    More than 4096 bytes are held as their BLAKE2b digest: what is taken for one value must not be two that somebody
+    made collide.
+    """
+    if isinstance(value, list):
+        return tuple(map(content_of, value))
+    flat = value.detach().resolve_conj().resolve_neg().reshape(-1)
+    # One element may have any stride, and a view of bytes needs a stride of 1.
+    if not flat.is_contiguous() or flat.numel() <= 1:
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    data = flat.view(torch.uint8).numpy()
+    bits = data.tobytes() if data.nbytes <= 4096 else hashlib.blake2b(data.data, digest_size=32).digest()
+    return (value.dtype, tuple(value.shape), bits)

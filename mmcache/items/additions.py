@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from mmcache.errors import RequestError
@@ -13,9 +13,11 @@ from mmcache.items.item import MultimodalItem
 if TYPE_CHECKING:
     from mmcache.items.request import MultimodalRequest
 
-__all__ = ["Additions", "SharedValues", "read_items"]
+__all__ = ["Additions", "SharedHomes", "SharedPayload", "read_items"]
 
-SharedValues: TypeAlias = tuple[tuple[int, int, int], ...]  # of an item's shared payload: value id, home, bytes
+# (field, keep_on_cpu, key of the value) of a shared value -> its number, the item its bytes count with.
+SharedHomes: TypeAlias = dict[tuple[str, bool, Hashable], tuple[int, int]]
+SharedPayload: TypeAlias = tuple[tuple[int, int, int], ...]  # of an item: number of the value, its home, its bytes
 
 
 class Additions(NamedTuple):
@@ -27,7 +29,7 @@ class Additions(NamedTuple):
         max_end: end of all ranges so far.
         first_of: identifiers that are new, and their first item.
         given: items whose embeddings came from the client.
-        homes: id of a shared value that is new, and the item that its bytes count with.
+        homes: shared values that are new, and the item that the bytes of each count with.
         shared: item to its shared payload.
     """
 
@@ -35,8 +37,8 @@ class Additions(NamedTuple):
     max_end: int
     first_of: dict[str, int]
     given: list[int]
-    homes: dict[int, int]
-    shared: dict[int, SharedValues]
+    homes: SharedHomes
+    shared: dict[int, SharedPayload]
 
 
 def read_items(request: MultimodalRequest, items: Sequence[MultimodalItem], num_tokens: int) -> Additions:
@@ -49,8 +51,8 @@ def read_items(request: MultimodalRequest, items: Sequence[MultimodalItem], num_
     reach = request._reach[-1] if request._reach else 0
     payload, kept = request._payload_until[-1], request._kept_until[-1]
     fresh: dict[str, int] = {}
-    homes: dict[int, int] = {}
-    shared: dict[int, SharedValues] = {}
+    homes: SharedHomes = {}
+    shared: dict[int, SharedPayload] = {}
     given = []
     rows = []
     plain = True  # new contents, each behind the one before: what most conversations send
@@ -89,31 +91,29 @@ def read_items(request: MultimodalRequest, items: Sequence[MultimodalItem], num_
 def _count_shared(
     index: int,
     fields: ItemFields,
-    known: Mapping[int, int],
-    homes: dict[int, int],
-    shared: dict[int, SharedValues],
+    known: SharedHomes,
+    homes: SharedHomes,
+    shared: dict[int, SharedPayload],
 ) -> tuple[int, int]:
     """Count each shared value with the first item that has it; the payload and kept bytes that count with this one.
 
     Args:
         index, fields: the item's.
-        known: value id to the item that its bytes count with, of the items before.
-        homes: the same of the new ones; written.
+        known: of the items before.
+        homes: of the new ones; written.
         shared: item to its shared payload; written.
     """
     payload = kept = 0
     values = []
     for name, size, keep_on_cpu in fields.shared:
-        value = id(fields[name])
-        home = known.get(value)
-        if home is None:
-            home = homes.setdefault(value, index)
+        key = (name, keep_on_cpu, fields.shared_value(name).key)
+        number, home = known.get(key) or homes.setdefault(key, (len(known) + len(homes), index))
         mine = size if home == index else 0
         if keep_on_cpu:
             kept += mine
         else:
             payload += mine
-            values.append((value, home, size))
+            values.append((number, home, size))
     if values:
         shared[index] = tuple(values)
     return payload, kept

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from mmcache.errors import FieldError, RequestError
-from mmcache.items.additions import Additions, SharedValues, read_items
+from mmcache.items.additions import Additions, SharedHomes, SharedPayload, read_items
 from mmcache.items.item import MultimodalItem
 from mmcache.items.tokens import Int32Array, TokenIds, as_tokens
 
@@ -105,8 +105,8 @@ class MultimodalRequest:
         self._last_use: dict[str, int] = {}  # identifier -> one past the last row of its last occurrence
         self._zero_rows: list[int] = []  # items without rows
         self._embeds_given: set[int] = set()  # items whose embeddings came from the client
-        self._shared_home: dict[int, int] = {}  # id of a shared value -> the item that its bytes count with
-        self._shared: dict[int, SharedValues] = {}  # item -> its shared payload
+        self._shared_home: SharedHomes = {}
+        self._shared: dict[int, SharedPayload] = {}  # item -> its shared payload
         self._metadata: dict[str, tuple[int, list[int], list[Tensor]]] = {}  # items seen; those that have it; values
         self._schemas: tuple[Schema, ...] = ()
         self._schema_of: tuple[int, ...] = ()

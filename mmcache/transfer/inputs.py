@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmcache.errors import ConfigError, MissingContentError, WindowError
 from mmcache.fields import FieldConfig, FieldValue, ItemFields, join_fields
-from mmcache.fields.values import content_of, value_bytes
+from mmcache.fields.values import value_bytes
 from mmcache.integers import as_int
 from mmcache.planning import needed_items
 from mmcache.staging import Event, Staging, staging_for
@@ -127,7 +127,7 @@ class Transfer:
         groups: dict[Hashable, list[tuple[TransferLookup, int, ItemFields]]] = {}
         for entry in _missing(listed(lookups)):
             groups.setdefault(_batch_key(entry[0].request.items[entry[1]].modality, entry[2]), []).append(entry)
-        shared: dict[int, FieldValue] = {}
+        shared: dict[Hashable, FieldValue] = {}
         return [self._batch(group, shared) for group in groups.values()]
 
     def prefetch(self, lookups: Sequence[PrefetchLookup], num_tokens: int) -> int:
@@ -184,9 +184,9 @@ class Transfer:
             self._prefetched_bytes -= value_bytes(resident.value)
 
     def _batch(
-        self, group: Sequence[tuple[TransferLookup, int, ItemFields]], shared: dict[int, FieldValue]
+        self, group: Sequence[tuple[TransferLookup, int, ItemFields]], shared: dict[Hashable, FieldValue]
     ) -> EncoderBatch:
-        """The batch of a group; `shared`: values of shared fields that this call has sent already, by identity."""
+        """The batch of a group; `shared`: values of shared fields that this call has sent already."""
         first_lookup, first_index, _ = group[0]
         modality = first_lookup.request.items[first_index].modality
         places: list[tuple[Any, int]] = [(lookup, index) for lookup, index, _ in group]
@@ -201,7 +201,7 @@ class Transfer:
         modality: str,
         places: list[tuple[Any, int]],
         fields: Sequence[ItemFields],
-        shared: dict[int, FieldValue],
+        shared: dict[Hashable, FieldValue],
     ) -> EncoderBatch:
         first = fields[0]
         kept = join_fields([_kept(item) for item in fields])
@@ -214,10 +214,10 @@ class Transfer:
                 kwargs[name] = kept[name]
                 continue
             if first.config(name).layout == "shared":
-                value = first[name]
-                if id(value) not in shared:
-                    shared[id(value)] = sender.move(value)
-                kwargs[name] = shared[id(value)]
+                known = (name, first.shared_value(name).key)
+                if known not in shared:
+                    shared[known] = sender.move(first[name])
+                kwargs[name] = shared[known]
                 continue
             values = [self._where_it_is(key, name, item[name]) for key, item in zip(keys, fields)]
             joined = sender.join(values, first.config(name), listed=any(item.listed(name) for item in fields))
@@ -285,7 +285,7 @@ def _batch_key(modality: str, fields: ItemFields) -> Hashable:
             name,
             fields.config(name).layout,
             fields.config(name).dim,
-            content_of(value) if fields.config(name).layout == "shared" else _dtypes(value),
+            fields.shared_value(name).key if fields.config(name).layout == "shared" else _dtypes(value),
         )
         for name, value in sorted(fields.items())
         if not _is_payload(fields, name)
