@@ -52,8 +52,8 @@ class MultimodalItem:
             _check_kinds(modality, placeholder, identifier)
         if fields is not None and (type(fields) is not ItemFields or fields.modality != modality):
             _check_fields(fields, modality)
-        if embeds is None and fields is not None:
-            embeds = fields.get(f"{modality}_embeds")  # type: ignore[assignment]  # checked below
+        if embeds is None and fields is not None and (name := modality + "_embeds") in fields:
+            embeds = fields[name]  # type: ignore[assignment]  # checked below
         if embeds is not None:
             embeds = _checked_embeds(embeds, placeholder)
         self._modality = modality
