@@ -15,13 +15,17 @@ from cache_forms import both_forms, check_merge, fill, one_image, step
 
 from mmcache import (
     CacheConfig,
+    FieldConfig,
     Lookup,
     MergePlan,
     MultimodalCache,
+    MultimodalItem,
+    PlaceholderRange,
     ReleasedError,
     RequestError,
     UnsupportedError,
     encoder_inputs,
+    split_fields,
 )
 
 # -- ends --------------------------------------------------
@@ -298,3 +302,29 @@ def test_a_forgotten_lookup_is_released_by_whatever_is_asked_next() -> None:
         assert cache.stats().forgotten_lookups == 1, name
         waiter.release()
         assert cache.stats().used_bytes == 0, name
+
+
+@pytest.mark.parametrize("difference", ["modality", "rows", "epoch"])
+def test_a_batch_encodes_for_each_lookup_whose_rows_serve_no_other(difference: str) -> None:
+    """One identifier, and two encodes all the same: each lookup's inputs are in the batches."""
+    cache = MultimodalCache(CacheConfig(capacity_bytes=1 << 20, row_bytes={"image": ROW_BYTES, "video": ROW_BYTES}))
+    one = cache.lookup(one_image("r", "same"), num_computed_tokens=0)
+    if difference == "epoch":
+        cache.invalidate()
+    modality, length = ("video" if difference == "modality" else "image"), (5 if difference == "rows" else 4)
+    pixels = {"pixels": torch.ones(1, length, 2)}
+    (fields,) = split_fields(pixels, {"pixels": FieldConfig.batched(modality)})[modality]
+    item = MultimodalItem(modality, fields, PlaceholderRange(1, length), "same")
+    other_request = request("s", 8, [item])
+    other = cache.lookup(other_request, num_computed_tokens=0)
+    assert (one.missing, other.missing) == ((0,), (0,))
+    assert one.key(0) != other.key(0)
+    places = [place for batch in encoder_inputs([one, other], "cpu") for place in batch.items]
+    assert {(lookup.request.request_id, index) for lookup, index in places} == {("r", 0), ("s", 0)}
+    for lookup, index in places:
+        rows = lookup.request.items[index].placeholder.num_embeds
+        cache.insert(lookup, {index: torch.full((rows, WIDTH), float(rows))})
+    targets = [torch.zeros(6, WIDTH), torch.zeros(8, WIDTH)]
+    MergePlan([one, other]).merge_into(whole := torch.cat(targets))
+    assert (whole[1:5] == 4).all()
+    assert (whole[7 : 7 + length] == length).all()

@@ -198,7 +198,11 @@ class Lookup:
         if item.embeds is not None:
             return ("given", id(item.embeds))
         ledger = self._cache._ledger
-        return ledger.ledger_id, ledger.content_of(ticket.request, item.identifier)
+        content = ledger.content_of(ticket.request, item.identifier)
+        entry = ticket.entries.get(index)
+        # What no other lookup finds (older weights, another number of rows) is encoded for this one alone.
+        own = entry.handle if entry is not None and entry.detached else None
+        return ledger.ledger_id, content, item.modality, item.placeholder.num_embeds, own
 
     def holds(self, index: int) -> bool:
         """Whether rows of an item, needed in this step or not, are here or on their way, as things stand.

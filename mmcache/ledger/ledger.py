@@ -95,7 +95,7 @@ class EncoderLedger:
 
     def holds(self, request: MultimodalRequest, index: int) -> bool:
         """Whether rows of the item's content are stored or on their way, as things stand. Nothing is pinned."""
-        return request.items[index].identifier in self._table.scopes.get(self.content_of(request, "")[:2], ())
+        return self._table.holds(request, index)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 

@@ -56,6 +56,13 @@ class EntryTable:
         """What two items have in common if they share an embedding: (salt, adapter, identifier)."""
         return (request.cache_salt, request.adapter if self._split_by_adapter else None, identifier)
 
+    def holds(self, request: MultimodalRequest, index: int) -> bool:
+        """Whether there is an entry that would serve the item."""
+        item = request.items[index]
+        scope = self.scopes.get(self.content_of(request, item.identifier)[:2])
+        entry = None if scope is None else scope.get(item.identifier)
+        return entry is not None and (entry.modality, entry.num_rows) == (item.modality, item.placeholder.num_embeds)
+
     def resolve(self, ticket: Ticket, needed: Iterable[int]) -> None:
         """Find, join or reserve an entry for each needed item, and pin what is ready."""
         request, session, entries = ticket.request, ticket.session, ticket.entries
