@@ -116,7 +116,7 @@ def test_a_wait_ends_with_its_timeout(cache: MultimodalCache) -> None:
 
 
 def test_a_wait_ends_with_the_lease_of_the_owner() -> None:
-    cache = MultimodalCache(CacheConfig(capacity_bytes=100 * ROW_BYTES, lease_seconds=0.05))
+    cache = MultimodalCache(CacheConfig(capacity_bytes=100 * ROW_BYTES, lease_seconds=0.5))
     owner = cache.lookup(one_image("r1"), num_computed_tokens=0)
     waiter = cache.lookup(one_image("r2"), num_computed_tokens=0)
     assert waiter.wait().mine == (0,)
@@ -125,8 +125,9 @@ def test_a_wait_ends_with_the_lease_of_the_owner() -> None:
 
 def test_a_new_request_takes_over_from_an_owner_beyond_its_lease() -> None:
     cache = MultimodalCache(CacheConfig(capacity_bytes=100 * ROW_BYTES, lease_seconds=1e-9))
-    cache.lookup(one_image("r0"), num_computed_tokens=0)
+    owner = cache.lookup(one_image("r0"), num_computed_tokens=0)
     assert cache.lookup(one_image("r1"), num_computed_tokens=0).missing == (0,)
+    assert owner.missing == (0,)
 
 
 def test_a_wait_ends_with_the_waiter(cache: MultimodalCache) -> None:
