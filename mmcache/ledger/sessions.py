@@ -45,9 +45,12 @@ class Sessions(dict[str, Session]):
         """The request needs no entry any more whose last row lies in its first `num_tokens` tokens."""
         session = self.get(request.request_id)
         if session is not None and session.held:
-            last_use = request._last_use
-            session.passed.update((e, None) for e in session.held if last_use.get(e.identifier, 0) <= num_tokens)
-            self.let_go(session)
+            last_use, passed = request._last_use, session.passed
+            for entry in session.held:
+                if last_use.get(entry.identifier, 0) <= num_tokens:
+                    passed[entry] = None
+            if passed:
+                self.let_go(session)
 
     def wait(self, request_id: str) -> None:
         """The request waits in the engine's queue: while it does, others may need the room of what it holds."""
@@ -58,8 +61,12 @@ class Sessions(dict[str, Session]):
 
     def let_go(self, session: Session) -> None:
         """Unpin what the request needs no longer, but for what an open lookup of it has."""
-        in_use = session.in_use()
-        self.unpin(session, [entry for entry in session.passed if entry not in in_use])
+        entries = list(session.passed)
+        if session.tickets:
+            in_use = session.in_use()
+            entries = [entry for entry in entries if entry not in in_use]
+        if entries:
+            self.unpin(session, entries)
 
     def shrink(self, ticket: Ticket, dropped: Iterable[Entry]) -> None:
         """A lookup no longer needs these: the pins that it brought go, unless another one needs them."""

@@ -245,10 +245,10 @@ class _Simulator:
         self._sums.ttft.add(seconds)
         self._sums.turns.add(run.turn.number, seconds, run.moved)
         length = run.request.num_tokens
+        self._ledger.release(run.ticket)
         self._ledger.commit(run.request, length)
         if self._prefix is not None:
             self._prefix.insert(run.request, length)
-        self._ledger.release(run.ticket)
         if run.match is not None:
             run.match.release()
         if run.turn.output_tokens:

@@ -33,6 +33,7 @@ KEPT_BYTES = 24
 """Metadata of each clip: one grid of three int64."""
 
 _LAST_TOKEN = 2**31 - 1
+_AHEAD = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,28 +85,34 @@ class Serial:
 
     def __init__(self, first: int = 0) -> None:
         self._next = first
+        self._ahead = np.empty(0, np.int32)  # made in one piece: one array for each call would take ten times as long
 
     def __call__(self, count: int) -> Int32Array:
-        """The next ids, int32 `[count]`."""
-        if self._next + count > _LAST_TOKEN:
-            self._next = 0
-        first = self._next
-        self._next += count
-        return np.arange(first, self._next, dtype=np.int32)
+        """The next ids, int32 `[count]`, read-only."""
+        if len(self._ahead) < count:
+            made = max(count, _AHEAD)
+            if self._next + made > _LAST_TOKEN:
+                self._next = 0
+            self._ahead = np.arange(self._next, self._next + made, dtype=np.int32)
+            self._ahead.flags.writeable = False
+            self._next += made
+        taken, self._ahead = self._ahead[:count], self._ahead[count:]
+        return taken
 
 
 def tokens_from(*parts: Int32Array | Clip) -> tuple[Int32Array, tuple[tuple[int, Clip], ...]]:
     """Text and clips in a row as (token ids, clips with offsets). A clip's own tokens are zeros."""
-    lengths = [part.rows if isinstance(part, Clip) else len(part) for part in parts]
+    lengths = [part.rows if type(part) is Clip else len(part) for part in parts]  # type: ignore[arg-type]
     tokens = np.zeros(sum(lengths), np.int32)
     clips = []
     offset = 0
     for part, length in zip(parts, lengths):
-        if isinstance(part, Clip):
+        end = offset + length
+        if type(part) is Clip:
             clips.append((offset, part))
         else:
-            tokens[offset : offset + length] = part
-        offset += length
+            tokens[offset:end] = part  # type: ignore[assignment]
+        offset = end
     return tokens, tuple(clips)
 
 
