@@ -303,7 +303,7 @@ def request_path(rounds: int) -> None:
         for cache in caches.values():
             cache.close()
     store = TieredStore([MemoryTier(1 << 26, name="near"), MemoryTier(1 << 26, name="far")], namespace=NAMESPACE)
-    keys = [store.key(f"known-{number}") for number in range(ITEMS)]
+    keys = [store.key(f"known-{number}", "image") for number in range(ITEMS)]
     for key in keys:
         store.put(key, ROWS[:1].clone())
     store.flush(60)

@@ -54,7 +54,7 @@ def learn(cache: MultimodalCache, req: MultimodalRequest) -> None:
     """The request waits in the queue, which is when the tiers are asked."""
     cache.announce(req)
     assert cache._tiers is not None
-    keys = [cache._tiers.key(req, item.identifier) for item in req.items]
+    keys = [cache._tiers.key(req, item.identifier, item.modality) for item in req.items]
     until(lambda: cache._tiers.tiers.known(keys) == set(keys))
     cache.announce(req)
 

@@ -132,10 +132,10 @@ class TestStore:
     @pytest.mark.parametrize("identifier", [None, 3, b"a", ""])
     def test_identifiers_that_are_none(self, store, identifier):
         with pytest.raises(ConfigError) as caught:
-            store.key(identifier)
+            store.key(identifier, "image")
         assert caught.value.field == "identifier"
         with pytest.raises(ConfigError):
-            store.key("a", salt=3)
+            store.key("a", "image", salt=3)
 
     def test_a_callback_that_cannot_be_called(self, store):
         with pytest.raises(ConfigError, match="on_done"):

@@ -49,7 +49,7 @@ def test_the_header_says_everything():
 
 
 def test_the_format_does_not_change_unnoticed():
-    key = Key("0f" * 32, "image")
+    key = Key("0f" * 32, "picture", "image")
     header = encode_entry(key, torch.arange(6, dtype=torch.float32).view(2, 3)).header
     assert header.hex() == GOLDEN
 
@@ -82,12 +82,22 @@ class TestKeys:
 
     def test_names_tell_keys_apart(self):
         keys = [key_of("a"), key_of("A"), key_of("a", salt="s"), key_of("a", salt=""), key_of("a\0")]
+        keys += [key_of("a", "video"), key_of("a", ""), key_of("ea", "imag"), key_of("imagea", "")]
         assert len({key.name for key in keys}) == len(keys)
 
     @pytest.mark.parametrize("identifier", ["", "x" * 4097, "é" * 2049])
     def test_identifiers_are_bounded(self, identifier):
         with pytest.raises(ConfigError):
             key_of(identifier)
+
+    @pytest.mark.parametrize("modality", ["x" * 256, "é" * 128, None, 3])
+    def test_modalities_are_short_text(self, modality):
+        with pytest.raises(ConfigError, match="modality"):
+            key_of("a", modality)
+
+    def test_the_longest_parts_fit_into_a_header(self):
+        key = key_of("é" * 2048, "é" * 127)
+        assert read_header(encode_entry(key, rows_of("a")).header).key == key
 
     @pytest.mark.parametrize("namespace", ["", "plain", "0" * 63, "G" * 64, "A" * 64])
     def test_a_namespace_is_a_fingerprint(self, namespace):
@@ -102,6 +112,7 @@ class TestDamage:
     def test_another_key(self):
         assert reason(key_of("other"), self.entry) == "identifier"
         assert reason(key_of("image", salt="s"), self.entry) == "namespace"
+        assert reason(key_of("image", "video"), self.entry) == "modality"
 
     @settings(max_examples=200, deadline=None)
     @given(st.data())
@@ -152,7 +163,7 @@ class TestDamage:
 
 
 GOLDEN = (
-    "4d4d43454d424544010080000500010001000200000000000000030000000000000018000000000000000f0f0f0f0f0f"
-    "0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f2d0408b485dd77b108c27fcd95d1fea542f4fd0d8479"
-    "e9c0716830602307e096696d6167650000000000000000000000000000000000"
+    "4d4d43454d424544020080000700010501000200000000000000030000000000000018000000000000000f0f0f0f0f0f"
+    "0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f0f2d0408b485dd77b108c27fcd95d1fea5509634e56f3e"
+    "770c1ca7b08a371cead3696d6167657069637475726500000000000000000000"
 )

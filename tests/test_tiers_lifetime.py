@@ -48,7 +48,7 @@ def test_a_program_that_closes_nothing_ends_as_if_it_had(exits, name):
 @pytest.mark.parametrize(("name", "contents"), [("written", "abc"), ("child", "a")])
 def test_what_waited_to_be_written_is_written(exits, name, contents):
     with TieredStore([DiskTier(exits[2] / name, 64 << 20)], namespace=NAMESPACE) as store:
-        found = store.fetch([store.key(content) for content in contents])
+        found = store.fetch([store.key(content, "image") for content in contents])
     assert {key.identifier for key in found} == set(contents)
     for key, rows in found.items():
         assert same_bits(rows, rows_of(key.identifier, 512, 1024))
@@ -56,13 +56,13 @@ def test_what_waited_to_be_written_is_written(exits, name, contents):
 
 def test_what_a_cache_had_not_written_yet_is_written(exits):
     with TieredStore([DiskTier(exits[2] / "cache", 1 << 20)], namespace=NAMESPACE) as store:
-        (rows,) = store.fetch([store.key("picture")]).values()
+        (rows,) = store.fetch([store.key("picture", "image")]).values()
     assert same_bits(rows, rows_of("picture"))
 
 
 def test_a_closed_store_is_kept_by_nobody():
     store = TieredStore([MemoryTier(1 << 20)], namespace=NAMESPACE, on_event=lambda *event: None)
-    key = store.key("a")
+    key = store.key("a", "image")
     store.put(key, rows_of("a"))
     store.flush(10)
     store.fetch([key])
@@ -76,7 +76,7 @@ def test_a_closed_store_is_kept_by_nobody():
 class TestFork:
     def test_a_childs_copy_of_a_store_is_closed_and_never_waits(self):
         store = TieredStore([MemoryTier(1 << 20)], namespace=NAMESPACE)
-        a, b = store.key("a"), store.key("b")
+        a, b = store.key("a", "image"), store.key("b", "image")
         store.put(a, rows_of("a"))
         assert store.flush(10)
 
@@ -99,7 +99,7 @@ class TestFork:
 
     def test_whatever_the_parents_threads_hold_while_it_forks(self):
         store = TieredStore([MemoryTier(1 << 20), MemoryTier(1 << 20, name="far")], namespace=NAMESPACE)
-        keys = [store.key(f"k{n}") for n in range(50)]
+        keys = [store.key(f"k{n}", "image") for n in range(50)]
 
         def work():
             signal.alarm(20)
@@ -109,7 +109,7 @@ class TestFork:
 
         for number in range(20):
             for key in keys:
-                store.put(store.key(f"{key.identifier}-{number}"), rows_of("a"))
+                store.put(store.key(f"{key.identifier}-{number}", "image"), rows_of("a"))
                 store.prefetch(keys)
             assert Child(work).wait() == 0
         store.close()

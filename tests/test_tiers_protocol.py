@@ -101,6 +101,19 @@ def test_the_same_content_under_another_salt_does_not_hit_and_under_the_same_doe
     assert same_bits(read(tier, key_of("logo", salt="mine"))["logo"], rows_of("logo"))
 
 
+def test_one_identifier_has_rows_of_its_own_in_every_modality(tier):
+    image, video, unsaid = (key_of("logo", modality) for modality in ("image", "video", ""))
+    tier.put_many({image: encode_entry(image, rows_of("as image"))})
+    assert set(tier.get_many([image, video, unsaid])) == {image}
+    assert set(tier.contains_many([image, video, unsaid])) == {image}
+    tier.put_many({video: encode_entry(video, rows_of("as video"))})
+    assert set(tier.get_many([image, video, unsaid])) == {image, video}
+    for key, rows in ((image, rows_of("as image")), (video, rows_of("as video"))):
+        assert same_bits(decode_entry(key, tier.get_many([key])[key]), rows)
+    tier.remove_many([image])
+    assert set(tier.get_many([image, video])) == {video}
+
+
 def test_removed_entries_are_gone_and_can_be_put_again(tier):
     keys = write(tier, "a", "b", "c")
     assert tier.remove_many([keys[0], keys[1], key_of("missing")]) == 2

@@ -27,7 +27,7 @@ class Engine:
     def fill(self, lookup: Lookup, req) -> None:
         """Take what is missing from the store, encode the rest and give it to the store."""
         keys = {
-            self.store.key(item.identifier, salt=req.cache_salt, adapter=req.adapter): index
+            self.store.key(item.identifier, item.modality, salt=req.cache_salt, adapter=req.adapter): index
             for index, item in ((index, req.items[index]) for index in lookup.missing)
         }
         wanted = {key: Expected(req.items[i].placeholder.num_embeds, WIDTH) for key, i in keys.items()}
@@ -41,7 +41,7 @@ class Engine:
                 rows = rows_of(item.identifier, item.placeholder.num_embeds)
                 self.encoded.append(item.identifier)
                 self.cache.insert(lookup, {index: rows})
-                self.store.put(self.store.key(item.identifier, salt=req.cache_salt, adapter=req.adapter), rows)
+                self.store.put(self.store.key(item.identifier, item.modality, salt=req.cache_salt, adapter=req.adapter), rows)
 
     def prefill(self, req, computed=0, scheduled=None):
         with self.cache.lookup(req, num_computed_tokens=computed, num_scheduled_tokens=scheduled) as lookup:
@@ -138,7 +138,7 @@ def test_another_tenant_encodes_its_own(engines, published):
 def test_a_store_that_says_yes_and_does_not_deliver_is_a_local_encode(engines, published):
     engine = engines()
     req = request("prefill", TOKENS, images(*SPANS), salt="s")
-    keys = [engine.store.key(name, salt="s") for name in "abc"]
+    keys = [engine.store.key(name, "image", salt="s") for name in "abc"]
     engine.store.fetch(keys)
     assert engine.store.known(keys) == set(keys)
     engine.tier.next = ["lost"]

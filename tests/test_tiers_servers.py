@@ -38,7 +38,7 @@ def raw(server):
 
 def outage(store, breaks, mends, seconds=30.0):
     """Look-ups before, during and after an outage: never an error, never wrong rows; the tier comes back by itself."""
-    keys = [store.key(f"k{n}") for n in range(12)]
+    keys = [store.key(f"k{n}", "image") for n in range(12)]
     for key in keys[:4]:
         store.put(key, rows_of(key.identifier))
     assert store.flush(20)
@@ -106,8 +106,8 @@ class TestRedis:
                     names = [f"w{(number * 5 + step + i) % 30}" for i in range(4)]
                     try:
                         for name in names:
-                            store.put(store.key(name), rows_of(name, 64, 256))
-                        for key, rows in store.fetch([store.key(name) for name in names]).items():
+                            store.put(store.key(name, "image"), rows_of(name, 64, 256))
+                        for key, rows in store.fetch([store.key(name, "image") for name in names]).items():
                             if not same_bits(rows, rows_of(key.identifier, 64, 256)):
                                 wrong.append(key)
                     except Exception as error:
@@ -138,7 +138,7 @@ class TestRedis:
                 "gone": lambda name, value: client.delete(name),
             }
             for damage, apply in damages.items():
-                key = store.key(damage)
+                key = store.key(damage, "image")
                 store.put(key, rows_of(damage))
                 assert store.flush(10)
                 (name,) = client.keys(f"*{key.name}")
@@ -179,7 +179,7 @@ class TestRedis:
             running(RedisServer, "--maxmemory", "8mb") as server,
             TieredStore([RedisTier(server.url)], namespace=NAMESPACE) as store,
         ):
-            keys = [store.key(f"e{n}") for n in range(40)]
+            keys = [store.key(f"e{n}", "image") for n in range(40)]
             for key in keys:
                 store.put(key, rows_of(key.identifier, 256, 256))
             assert store.flush(30)
@@ -194,7 +194,7 @@ class TestRedis:
             running(RedisServer, "--maxmemory", "3mb", "--maxmemory-policy", "noeviction") as server,
             TieredStore([RedisTier(server.url)], namespace=NAMESPACE) as store,
         ):
-            keys = [store.key(f"e{n}") for n in range(40)]
+            keys = [store.key(f"e{n}", "image") for n in range(40)]
             for key in keys:
                 store.put(key, rows_of(key.identifier, 256, 256))
             assert store.flush(30)
@@ -242,13 +242,13 @@ class TestRedis:
             TieredStore([RedisTier(redis_server.url)], namespace=NAMESPACE) as encoder,
             TieredStore([RedisTier(redis_server.url)], namespace=NAMESPACE) as consumer,
         ):
-            key = encoder.key("image", salt="tenant")
+            key = encoder.key("image", "image", salt="tenant")
             encoder.put(key, rows_of("image"))
             assert encoder.flush(10)
             consumer.learn([key])
             until(lambda: consumer.known([key]))
             assert same_bits(consumer.fetch([key])[key], rows_of("image"))
-            assert consumer.fetch([consumer.key("image", salt="other tenant")]) == {}
+            assert consumer.fetch([consumer.key("image", "image", salt="other tenant")]) == {}
 
 
 class TestClaims:
@@ -343,7 +343,7 @@ class TestMooncake:
     @pytest.mark.slow
     def test_a_holder_that_dies_takes_its_objects_along(self, cluster):
         with TieredStore([MooncakeTier(cluster.address)], namespace=NAMESPACE, deadline=3.0) as store:
-            keys = [store.key(f"k{n}") for n in range(3)]
+            keys = [store.key(f"k{n}", "image") for n in range(3)]
             for key in keys:
                 store.put(key, rows_of(key.identifier))
             assert store.flush(10)
@@ -378,7 +378,7 @@ class TestMooncake:
             running(MooncakeCluster, 16 << 20) as cluster,
             TieredStore([MooncakeTier(cluster.address)], namespace=NAMESPACE) as store,
         ):
-            keys = [store.key(f"e{n}") for n in range(40)]
+            keys = [store.key(f"e{n}", "image") for n in range(40)]
             for key in keys:
                 store.put(key, rows_of(key.identifier, 1024, 256))
             assert store.flush(60)

@@ -35,7 +35,7 @@ def make(request):
 
 
 def put(store, *identifiers):
-    keys = [store.key(identifier) for identifier in identifiers]
+    keys = [store.key(identifier, "image") for identifier in identifiers]
     for key in keys:
         store.put(key, rows_of(key.identifier))
     return keys
@@ -57,7 +57,7 @@ class TestRows:
         store = make(MemoryTier(1 << 20, name="near"), MemoryTier(1 << 20, name="far"))
         keys = put(store, "a", "b")
         assert store.flush(10)
-        found = store.fetch([*keys, store.key("missing")])
+        found = store.fetch([*keys, store.key("missing", "image")])
         assert set(found) == set(keys)
         for key in keys:
             assert same_bits(found[key], rows_of(key.identifier))
@@ -66,21 +66,40 @@ class TestRows:
 
     def test_keys_carry_namespace_salt_and_adapter(self, make):
         store = make()
-        store.put(store.key("x", salt="s"), rows_of("x"))
+        store.put(store.key("x", "image", salt="s"), rows_of("x"))
         store.flush(10)
-        assert not store.fetch([store.key("x"), store.key("x", salt=""), store.key("x", adapter="s")])
-        assert store.fetch([store.key("x", salt="s")])
+        assert not store.fetch([store.key("x", "image"), store.key("x", "image", salt=""), store.key("x", "image", adapter="s")])
+        assert store.fetch([store.key("x", "image", salt="s")])
+
+    def test_keys_carry_the_modality(self, make):
+        store = make()
+        image, video = store.key("x", "image"), store.key("x", "video")
+        store.put(image, rows_of("as image"))
+        assert not store.known([video])
+        store.flush(10)
+        assert not store.fetch([video])
+        store.put(video, rows_of("as video"))
+        store.flush(10)
+        found = store.fetch([image, video])
+        assert same_bits(found[image], rows_of("as image"))
+        assert same_bits(found[video], rows_of("as video"))
+
+    def test_modalities_of_any_length_are_told_apart(self, make):
+        store = make()
+        keys = {store.key("x", modality) for modality in ("", "v" * 200, "v" * 201, "v" * 255, "v" * 300, "é" * 101)}
+        assert len(keys) == 6
+        assert not keys & {store.key("x", key.modality) for key in keys if key.modality.startswith("sha256")}
 
     def test_identifiers_of_any_length_are_told_apart(self, make):
         store = make()
         long = ["x" * 3999, "x" * 4000, "x" * 4001, "x" * 4096, "x" * 4097, "x" * 100_000, "é" * 3000, "é" * 3001]
-        keys = [store.key(identifier) for identifier in long]
-        as_it_is_kept = store.key(keys[-1].identifier)
+        keys = [store.key(identifier, "image") for identifier in long]
+        as_it_is_kept = store.key(keys[-1].identifier, "image")
         assert len({*keys, as_it_is_kept}) == len(long) + 1
         for identifier, key in zip(long, keys, strict=True):
             store.put(key, rows_of(identifier))
         store.flush(10)
-        found = store.fetch([store.key(identifier) for identifier in long])
+        found = store.fetch([store.key(identifier, "image") for identifier in long])
         for identifier, key in zip(long, keys, strict=True):
             assert same_bits(found[key], rows_of(identifier))
 
@@ -96,7 +115,7 @@ class TestRows:
     def test_levels_reach_the_tier(self, make):
         tier = MemoryTier(1 << 20)
         store = make(tier)
-        key = store.key("deep")
+        key = store.key("deep", "image")
         store.put(key, rows_of("deep", 4, 24), levels=3)
         store.flush(10)
         assert same_bits(store.fetch([key])[key], rows_of("deep", 4, 24))
@@ -116,15 +135,15 @@ class TestRows:
     @pytest.mark.parametrize("rows", [torch.zeros(3), torch.zeros(2, 2, dtype=torch.int32), torch.zeros(1, 2, 3)])
     def test_what_cannot_be_stored_is_refused_and_counted(self, make, rows):
         store = make()
-        store.put(store.key("a"), rows)
+        store.put(store.key("a", "image"), rows)
         assert store.stats().refused == 1
 
     def test_bad_levels_are_dropped_and_counted(self, make):
         store = make()
-        store.put(store.key("a"), rows_of("a"), levels=7)
+        store.put(store.key("a", "image"), rows_of("a"), levels=7)
         store.flush(10)
         assert store.stats().tiers[0].dropped == 1
-        assert not store.fetch([store.key("a")])
+        assert not store.fetch([store.key("a", "image")])
 
     def test_an_empty_question_has_an_empty_answer(self, make):
         store = make()
@@ -141,7 +160,7 @@ class TestOrder:
         a, b = write(near, "a", "b")
         (c,) = write(far, "c")
         store = make(near, far)
-        assert set(store.fetch([a, b, c, store.key("d")])) == {a, b, c}
+        assert set(store.fetch([a, b, c, store.key("d", "image")])) == {a, b, c}
         assert (near.calls["get"], far.calls["get"]) == (1, 1)
         stats = balanced(store)
         assert [(t.asked, t.hits, t.misses) for t in stats.tiers] == [(4, 2, 2), (2, 1, 1)]
@@ -200,7 +219,7 @@ class TestPrefetch:
         (key,) = put(store, "a")
         calls = []
         for _ in range(2):  # waiting to be written, and in the tier
-            store.prefetch([key, store.key("b")], lambda found: calls.append((set(found), threading.get_ident())))
+            store.prefetch([key, store.key("b", "image")], lambda found: calls.append((set(found), threading.get_ident())))
             store.flush(10)
         until(lambda: len(calls) == 2)
         assert [found for found, _ in calls] == [{key}, {key}]
@@ -235,7 +254,7 @@ class TestKnowledge:
         tier = FaultyTier(MemoryTier(1 << 20))
         keys = write(tier, "a", "b", "c")
         store = make(tier)
-        asked = [*keys, store.key("d")]
+        asked = [*keys, store.key("d", "image")]
         assert store.known(asked) == set()
         store.learn(asked)
         until(lambda: store.known(asked) == set(keys))
@@ -351,7 +370,7 @@ class TestWriteBehind:
         tier = FaultyTier(MemoryTier(1 << 24))
         tier.hang()
         store = make(tier, write_behind_bytes=1000)
-        store.put(store.key("slice"), torch.zeros(1000, 16)[:1])
+        store.put(store.key("slice", "image"), torch.zeros(1000, 16)[:1])
         assert store.stats().tiers[0].dropped == 1
 
     def test_a_tier_that_hangs_does_not_keep_rows_from_the_others(self, make):
@@ -455,7 +474,7 @@ class TestFailures:
         def taken():
             put(store, "later")
             store.flush(5)
-            return bool(tier.inner.contains_many([store.key("later")]))
+            return bool(tier.inner.contains_many([store.key("later", "image")]))
 
         until(taken)
 
@@ -507,7 +526,7 @@ class TestFailures:
         tier = FaultyTier(MemoryTier(1 << 20))
         store = make(tier, deadline=0.05)
         tier.hang()
-        store.fetch([store.key("a")])
+        store.fetch([store.key("a", "image")])
         start = time.monotonic()
         with caplog.at_level(logging.WARNING):
             store.close(timeout=0.3)
@@ -545,7 +564,7 @@ class TestEvents:
             raise RuntimeError("a bug in a listener")
 
         store = make(on_event=listener)
-        key = store.key("a")
+        key = store.key("a", "image")
         store.put(key, rows_of("a"))
         until(lambda: store.stats().listener_errors == 1)
         assert seen == [{key}]

@@ -61,20 +61,20 @@ def store_of(*tiers, **options):
 
 def reading(directory):
     store = store_of(Busy(1 << 20))
-    store.prefetch([store.key("a")])
+    store.prefetch([store.key("a", "image")])
     time.sleep(0.05)
 
 
 def writing(directory):
     store = store_of(Busy(1 << 20), DiskTier(directory / "written", 64 << 20))
     for name in "abc":
-        store.put(store.key(name), rows_of(name, 512, 1024))
+        store.put(store.key(name, "image"), rows_of(name, 512, 1024))
     time.sleep(0.05)
 
 
 def calling_back(directory):
     store = store_of(MemoryTier(1 << 20))
-    store.prefetch([store.key("a")], lambda found: in_torch())
+    store.prefetch([store.key("a", "image")], lambda found: in_torch())
     time.sleep(0.05)
 
 
@@ -82,7 +82,7 @@ def waiting(directory):
     # The one thread that cannot be waited for does not keep the process
     store = store_of(Hanging(1 << 20))
     store.close = lambda: TieredStore.close(store, 0.2)
-    store.prefetch([store.key("a")])
+    store.prefetch([store.key("a", "image")])
     time.sleep(0.05)
     store.close()
 
@@ -119,7 +119,7 @@ def child_of_multiprocessing(directory):
 
 def child(directory):
     store = store_of(DiskTier(directory / "child", 64 << 20))
-    store.put(store.key("a"), rows_of("a", 512, 1024))
+    store.put(store.key("a", "image"), rows_of("a", 512, 1024))
 
 
 SCENARIOS = (

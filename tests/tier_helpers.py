@@ -13,8 +13,8 @@ NAMESPACE = Namespace("tiny-vl", revision="1", encoder_dtype="float32", digest_s
 WEAK = Namespace("tiny-vl", revision="1", encoder_dtype="float32", digest_scheme="xxh3_128")
 
 
-def key_of(identifier: str, **where: str | None) -> Key:
-    return Key(namespace_fingerprint(NAMESPACE, **where), identifier)
+def key_of(identifier: str, modality: str = "image", **where: str | None) -> Key:
+    return Key(namespace_fingerprint(NAMESPACE, **where), identifier, modality)
 
 
 def rows_of(identifier: str, rows: int = 4, width: int = 16, dtype: torch.dtype = torch.float32) -> torch.Tensor:

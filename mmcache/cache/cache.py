@@ -182,8 +182,7 @@ class MultimodalCache:
             if entry is not None:
                 self._store.put(entry.handle, rows, copy=copy)
         if self._tiers is not None:
-            fresh = {e.identifier: self._store.get(e.handle) for e, _ in entries if e is not None and not e.detached}
-            self._tiers.write(lookup.request, {name: rows for name, rows in fresh.items() if rows is not None})
+            self._tiers.write(lookup.request, [e for e, _ in entries if e is not None and not e.detached])
         self._ledger.settle(ticket, sizes, seconds)
         # What the abort gave up before the copy was made has no other way out of the store.
         self._store.drop(entry.handle for entry, _ in entries if entry is not None and entry.gone)

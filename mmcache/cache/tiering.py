@@ -13,6 +13,9 @@ from mmcache.tiers import Expected, Key, TieredStore
 
 __all__ = ["TierLink"]
 
+_MODALITIES = ("image", "video", "audio")
+"""What other processes may have stored an identifier under, whatever came by here."""
+
 
 class TierLink:
     """Loads what a lookup misses and a tier has, and writes behind what an encoder made.
@@ -45,18 +48,20 @@ class TierLink:
         self._split_by_adapter = split_by_adapter
         self._fits = fits
         self._settled = settled
+        self._modalities = set(_MODALITIES)
 
-    def key(self, request: MultimodalRequest, identifier: str) -> Key:
-        """The tiers' key of a content for a request."""
+    def key(self, request: MultimodalRequest, identifier: str, modality: str) -> Key:
+        """The tiers' key of a content for a request. One identifier has rows of its own in each modality."""
+        self._modalities.add(modality)
         adapter = request.adapter if self._split_by_adapter else None
-        return self.tiers.key(identifier, salt=request.cache_salt, adapter=adapter)
+        return self.tiers.key(identifier, modality, salt=request.cache_salt, adapter=adapter)
 
     def load(self, ticket: Ticket) -> None:
         """Have what this lookup would encode loaded instead, as far as tiers are known to have it."""
         owned = self._ledger.loads.owned(ticket)
         if not owned:
             return
-        keys = {self.key(ticket.request, entry.identifier): entry for entry in owned}
+        keys = {self.key(ticket.request, entry.identifier, entry.modality): entry for entry in owned}
         known = self.tiers.known(keys)
         if len(known) < len(keys):
             self.tiers.learn([key for key in keys if key not in known])
@@ -67,7 +72,8 @@ class TierLink:
         """Learn whether tiers have what a waiting request will need, and load it as far as there is free room."""
         contents: dict[Key, int] = {}
         for index in indices:
-            contents.setdefault(self.key(request, request.items[index].identifier), index)
+            item = request.items[index]
+            contents.setdefault(self.key(request, item.identifier, item.modality), index)
         if not contents:
             return
         known = self.tiers.known(contents)
@@ -79,19 +85,21 @@ class TierLink:
                 loading[key] = entry
         self._fetch(loading)
 
-    def write(self, request: MultimodalRequest, rows: Mapping[str, Tensor]) -> None:
-        """Write rows by identifier to the tiers, behind the caller's back."""
-        for identifier, tensor in rows.items():
-            self.tiers.put(self.key(request, identifier), tensor)
+    def write(self, request: MultimodalRequest, entries: Iterable[Entry]) -> None:
+        """Write what the store holds of these entries to the tiers, behind the caller's back."""
+        for entry in entries:
+            rows = self._store.get(entry.handle)
+            if rows is not None:
+                self.tiers.put(self.key(request, entry.identifier, entry.modality), rows)
 
     def forget(self, identifier: str | None) -> None:
-        """Remove a content, or everything, of all salts and adapters that the ledger has seen."""
+        """Remove a content, or everything, of all modalities, salts and adapters that were seen."""
         for salt, adapter in self._ledger.loads.scopes():
-            key = self.tiers.key(identifier or "any", salt=salt, adapter=adapter)
             if identifier is None:
-                self.tiers.clear(key.namespace)
+                self.tiers.clear(self.tiers.key("any", "", salt=salt, adapter=adapter).namespace)
             else:
-                self.tiers.remove([key])
+                modalities = tuple(self._modalities)
+                self.tiers.remove([self.tiers.key(identifier, m, salt=salt, adapter=adapter) for m in modalities])
 
     def _fetch(self, loading: Mapping[Key, Entry]) -> None:
         if not loading:

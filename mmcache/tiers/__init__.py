@@ -3,8 +3,9 @@
 from mmcache.tiers.claims import EncodeClaims
 from mmcache.tiers.counters import LATENCY_BOUNDS, Latency, TieredStats, TierStats
 from mmcache.tiers.disk import DiskTier
-from mmcache.tiers.entry import Entry, EntryInfo, Expected, Key, decode_entry, encode_entry, read_header
+from mmcache.tiers.entry import Entry, EntryInfo, decode_entry, encode_entry, read_header
 from mmcache.tiers.fetch import Fetch
+from mmcache.tiers.keys import Expected, Key
 from mmcache.tiers.locations import open_tier
 from mmcache.tiers.memory import MemoryTier
 from mmcache.tiers.mooncake import MooncakeTier

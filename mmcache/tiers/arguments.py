@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from mmcache.errors import ConfigError
-from mmcache.tiers.entry import Entry, Expected, Key
+from mmcache.tiers.entry import Entry
+from mmcache.tiers.keys import Expected, Key
 
 __all__ = [
     "check_callable",

@@ -15,7 +15,7 @@ from typing import Any
 from mmcache.errors import TierError
 from mmcache.tiers.arguments import check_seconds, keys_of
 from mmcache.tiers.breaker import CircuitBreaker
-from mmcache.tiers.entry import Key
+from mmcache.tiers.keys import Key
 from mmcache.tiers.lifetime import forked_with
 from mmcache.tiers.redis import connect, pipelined
 

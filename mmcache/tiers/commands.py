@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from mmcache.errors import ConfigError, DamagedEntryError, MMCacheError, UnsupportedError
 from mmcache.tiers.disk import DiskTier
-from mmcache.tiers.entry import Key, decode_entry, read_header
+from mmcache.tiers.entry import decode_entry, read_header
+from mmcache.tiers.keys import Key
 from mmcache.tiers.locations import open_tier
 from mmcache.tiers.protocol import StoredEntry, Tier
 from mmcache.tiers.redis import RedisTier

@@ -5,9 +5,10 @@
     owners/<id>           locked by the process that has this id, for as long as it lives
     writing/<id>-<n>      a file that is being written
 
-A put reserves room in the index (evicting if need be), writes a temporary file, renames it into place and publishes the
-row. Killed anywhere in between it leaves a reservation and at most one file of an owner that is not alive, and whoever
-opens the directory next removes both. Nothing is synced to the device: after a power cut checksums decide.
+A put reserves room in the index (condemning entries if need be), removes their files, writes a temporary file, renames
+it into place and publishes the row. Killed anywhere in between it leaves reservations and files of an owner that is not
+alive, and whoever opens the directory next removes both, at a cost that does not depend on the number of entries.
+Nothing is synced to the device: after a power cut files and index are compared, and checksums decide.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import os
 import sqlite3
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
@@ -28,7 +29,8 @@ from mmcache.tiers.arguments import check_entries, check_name, check_whole, keys
 from mmcache.tiers.disk_files import EntryFiles
 from mmcache.tiers.disk_index import DiskIndex, IndexRow, Notes
 from mmcache.tiers.disk_recovery import announce_owner, drop_dead_reservations, recover, start_anew
-from mmcache.tiers.entry import Entry, Key, check_pinning, host_bytes
+from mmcache.tiers.entry import Entry, check_pinning, host_bytes
+from mmcache.tiers.keys import Key, as_utf8
 from mmcache.tiers.lifetime import forked_with
 from mmcache.tiers.protocol import PutOutcome, StoredEntry, TierUsage
 
@@ -80,6 +82,7 @@ class DiskTier:
         self._files = EntryFiles(self.directory, self._owner, largest=capacity_bytes, pinned=pinned)
         self._lock = Lock()
         self._notes = Notes()
+        self._condemned: set[str] = set()
         self._opening = Lock()
         self._index: DiskIndex | None = None
         self._owner_fd = -1
@@ -144,6 +147,7 @@ class DiskTier:
             mine, present, evicted = self._reserve(index, db, fitting, entries)
         written = []
         try:
+            self._unlink({row.name for row in evicted})
             for name in mine:
                 self._files.write(name, entries[fitting[name]])
                 written.append(name)
@@ -152,10 +156,10 @@ class DiskTier:
         finally:
             with self._lock:
                 self._notes.written.update(written)
-                self._notes.failed.update(name for name in mine if name not in written)
+                self._notes.gone.update(name for name in mine if name not in written)
             self._settle()
         stored = frozenset(fitting[name] for name in (*present, *written))
-        return PutOutcome(stored, tuple(_key(row) for row in evicted))
+        return PutOutcome(stored, tuple(key for row in evicted if (key := row.key) is not None))
 
     def remove_many(self, keys: Sequence[Key]) -> int:
         """See `Tier`."""
@@ -174,7 +178,10 @@ class DiskTier:
         """Evict entries, least recently used first, until all take at most `target_bytes`; the number evicted."""
         check_whole("target_bytes", target_bytes, least=0)
         with self._changing() as (index, db):
-            return len(index.evict(db, target_bytes, self._files.unlink))
+            evicted = index.evict(db, target_bytes, self._owner)
+        with self._removing():
+            self._unlink({row.name for row in evicted})
+        return len(evicted)
 
     def remove_strays(self, *, dry_run: bool = False) -> int:
         """Files that the index does not know, which only a damaged index leaves; their number, and they are removed
@@ -199,7 +206,7 @@ class DiskTier:
         index = self._opened()
         try:
             for row in index.published():
-                yield StoredEntry(row.name, _key(row), row.nbytes, row.used / 1e9)
+                yield StoredEntry(row.name, row.key, row.nbytes, row.used / 1e9)
         except sqlite3.Error as error:
             raise TierError(f"the index failed: {error}", field=self.name) from error
 
@@ -267,7 +274,7 @@ class DiskTier:
                 _log.warning("disk tier %s: the index is unusable (%s), it starts anew", self.directory, error)
                 start_anew(self.directory)
                 index = DiskIndex(path, timeout=_BUSY_SECONDS)
-            recover(self.directory, index, self._files, self._capacity)
+            recover(self.directory, index, self._files, self._capacity, self._owner)
         except BaseException:
             self._let_go()
             raise
@@ -327,7 +334,7 @@ class DiskTier:
             if (name not in held or name in gone) and entries[keys[name]].nbytes <= room:
                 room -= entries[keys[name]].nbytes
                 mine.append(name)
-        evicted = index.evict(db, room, self._files.unlink)
+        evicted = index.evict(db, room, self._owner)
         if index.totals()[1] > room:
             drop_dead_reservations(self.directory, index, db, self._files.unlink)
         while mine and index.totals()[1] > room:  # what others are writing right now is in the way
@@ -337,13 +344,43 @@ class DiskTier:
         return mine, [name for name in present if name not in evicted_names], evicted
 
     def _remove(self, names: Sequence[str]) -> int:
-        removed = 0
         with self._changing() as (index, db):
-            for name in names:
-                removed += self._files.unlink(name)
-            published = [name for name, row in index.rows(names).items() if row.owner is None]
-            index.delete(db, published)
-        return removed
+            published = {name for name, row in index.rows(names).items() if row.owner is None}
+            index.condemn(db, list(published), self._owner)
+        with self._removing():
+            removed = self._unlink(published)
+            # What has no row, or is somebody's reservation, has no file either, or is not to have one
+            return removed + sum(self._files.unlink(name) for name in names if name not in published)
+
+    @contextmanager
+    def _removing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise TierError(f"removing failed: {error}", field=self.name) from error
+        finally:
+            self._settle()
+
+    def _unlink(self, names: Set[str]) -> int:
+        """Remove the files of entries that were condemned just now; the number that were there.
+
+        What cannot be removed is tried again whenever others are.
+        """
+        with self._lock:
+            condemned, self._condemned = names | self._condemned, set()  # nobody else's from here on
+        there = 0
+        failed: dict[str, OSError] = {}
+        for name in condemned:
+            try:
+                there += self._files.unlink(name)
+            except OSError as error:
+                failed[name] = error
+        with self._lock:
+            self._notes.gone.update(condemned - failed.keys())
+            self._condemned |= failed.keys()
+        for name in names & failed.keys():
+            raise failed[name]
+        return there
 
     def _settle(self) -> None:
         # A failure keeps the notes for the next transaction: rows that wait do not make a read or a write fail
@@ -358,9 +395,6 @@ class DiskTier:
 
 
 def _reservation(key: Key, entry: Entry, now: int, owner: str) -> IndexRow:
-    identifier = key.identifier.encode("utf-8", "surrogatepass")
-    return IndexRow(key.name, key.namespace, identifier, entry.nbytes, now, owner)
-
-
-def _key(row: IndexRow) -> Key:
-    return Key(row.namespace, row.identifier.decode("utf-8", "surrogatepass"))
+    return IndexRow(
+        key.name, key.namespace, as_utf8(key.identifier), entry.nbytes, now, owner, modality=as_utf8(key.modality)
+    )

@@ -8,7 +8,8 @@ from itertools import count
 from pathlib import Path
 
 from mmcache.errors import DamagedEntryError
-from mmcache.tiers.entry import Entry, Key, header_bytes, host_bytes, read_header, writable_view
+from mmcache.tiers.entry import Entry, header_bytes, host_bytes, read_header, writable_view
+from mmcache.tiers.keys import Key
 
 __all__ = ["EntryFiles"]
 

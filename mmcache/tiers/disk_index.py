@@ -2,7 +2,9 @@
 
 It holds a row for every entry and every reservation, and the running total of bytes (kept by triggers), so that neither
 the budget nor eviction needs a scan. A row is a *reservation* while it has an owner: its file may be missing or half
-written. It becomes an entry when the owner is cleared, after the file is in place.
+written. It becomes an entry when the owner is cleared, after the file is in place. It is a reservation again, of no
+bytes, from the moment it is to go until after its file has gone. So whatever a killed process leaves, in between, has
+an owner that is not alive, and nobody has to compare files with rows.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mmcache.tiers.keys import Key, from_utf8
+
 __all__ = ["DiskIndex", "IndexRow", "Notes"]
 
 _SCHEMA = """
@@ -23,7 +27,8 @@ CREATE TABLE IF NOT EXISTS entries (
     identifier BLOB NOT NULL,
     bytes INTEGER NOT NULL,
     used INTEGER NOT NULL,
-    owner TEXT
+    owner TEXT,
+    modality BLOB NOT NULL DEFAULT x''
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS by_use ON entries (used) WHERE owner IS NULL;
 CREATE INDEX IF NOT EXISTS by_owner ON entries (owner) WHERE owner IS NOT NULL;
@@ -39,10 +44,15 @@ END;
 CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON entries BEGIN
     UPDATE totals SET entries = entries - 1, bytes = bytes - OLD.bytes;
 END;
+CREATE TRIGGER IF NOT EXISTS resized AFTER UPDATE OF bytes ON entries BEGIN
+    UPDATE totals SET bytes = bytes + NEW.bytes - OLD.bytes;
+END;
 """
+_FORMAT_1 = "ALTER TABLE entries ADD COLUMN modality BLOB NOT NULL DEFAULT x''"
+"""What an index of the first format lacks. Its processes, where any are left, go on beside this one's."""
 _EVICT_BATCH = 64
 _PAGE = 512
-_COLUMNS = "name, namespace, identifier, bytes, used, owner"
+_COLUMNS = "name, namespace, identifier, bytes, used, owner, modality"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +65,8 @@ class IndexRow:
         identifier: content identifier, UTF-8.
         nbytes: bytes of the file.
         used: when it was last used, nanoseconds since the epoch.
-        owner: who is writing it, or None once it is published.
+        owner: who is writing or removing it, or None while it is published.
+        modality: UTF-8.
     """
 
     name: str
@@ -64,20 +75,27 @@ class IndexRow:
     nbytes: int
     used: int
     owner: str | None
+    modality: bytes
+
+    @property
+    def key(self) -> Key | None:
+        """The entry's key, or None where this format does not call it so: whoever wrote it had another one."""
+        key = Key(self.namespace, from_utf8(self.identifier), from_utf8(self.modality))
+        return key if key.name == self.name else None
 
 
 @dataclass(slots=True)
 class Notes:
     """What the next transaction has to take in: names of files that were read (with the time, in nanoseconds), were
-    found missing, are in place, or could not be written."""
+    found missing, are in place, or are not there any more and never will be."""
 
     used: dict[str, int] = field(default_factory=dict)
     lost: set[str] = field(default_factory=set)
     written: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)
+    gone: set[str] = field(default_factory=set)
 
     def __len__(self) -> int:
-        return len(self.used) + len(self.lost) + len(self.written) + len(self.failed)
+        return len(self.used) + len(self.lost) + len(self.written) + len(self.gone)
 
     def merged(self, later: Notes) -> Notes:
         """These notes and later ones."""
@@ -85,7 +103,7 @@ class Notes:
             self.used | later.used,
             self.lost | later.lost,
             self.written | later.written,
-            self.failed | later.failed,
+            self.gone | later.gone,
         )
 
 
@@ -104,6 +122,8 @@ class DiskIndex:
         with self.transaction() as db:
             for statement in _statements(_SCHEMA):
                 db.execute(statement)
+            if "modality" not in {column[1] for column in db.execute("PRAGMA table_info(entries)")}:
+                db.execute(_FORMAT_1)
         stat = path.stat()
         self.identity = (stat.st_dev, stat.st_ino)
 
@@ -156,7 +176,7 @@ class DiskIndex:
     def take_in(self, db: sqlite3.Connection, notes: Notes, owner: str, exists: Callable[[str], bool]) -> None:
         """Bring the index up to date with what was noted since the last transaction."""
         self.publish(db, list(notes.written), owner)
-        self.delete(db, list(notes.failed))
+        self.drop(db, list(notes.gone), owner)
         self.touch(db, list(notes.used.items()))
         lost = list(notes.lost)
         for start in range(0, len(lost), _PAGE):
@@ -167,8 +187,8 @@ class DiskIndex:
     def insert(db: sqlite3.Connection, rows: Sequence[IndexRow]) -> None:
         """Add rows whose names are not there."""
         db.executemany(
-            f"INSERT INTO entries ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?)",
-            [(r.name, r.namespace, r.identifier, r.nbytes, r.used, r.owner) for r in rows],
+            f"INSERT INTO entries ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?)",
+            [(r.name, r.namespace, r.identifier, r.nbytes, r.used, r.owner, r.modality) for r in rows],
         )
 
     @staticmethod
@@ -182,6 +202,19 @@ class DiskIndex:
     def delete(db: sqlite3.Connection, names: Sequence[str]) -> None:
         """Forget rows; names without one are ignored."""
         db.executemany("DELETE FROM entries WHERE name = ?", [(name,) for name in names])
+
+    @staticmethod
+    def condemn(db: sqlite3.Connection, names: Sequence[str], owner: str) -> None:
+        """Turn entries into this owner's reservations of no bytes: it unlinks their files and then drops them."""
+        db.executemany(
+            "UPDATE entries SET owner = ?, bytes = 0 WHERE name = ? AND owner IS NULL",
+            [(owner, name) for name in names],
+        )
+
+    @staticmethod
+    def drop(db: sqlite3.Connection, names: Sequence[str], owner: str) -> None:
+        """Forget this owner's reservations."""
+        db.executemany("DELETE FROM entries WHERE name = ? AND owner = ?", [(name, owner) for name in names])
 
     @staticmethod
     def touch(db: sqlite3.Connection, uses: Sequence[tuple[str, int]]) -> None:
@@ -205,12 +238,8 @@ class DiskIndex:
         return rows, reserved
 
     @staticmethod
-    def evict(db: sqlite3.Connection, target: int, unlink: Callable[[str], bool]) -> list[IndexRow]:
-        """Drop published rows, least recently used first, until the total is at most `target` bytes.
-
-        Files are unlinked before the transaction commits: after a crash in between there is a row too many, which the
-        next reader finds, and not a file too many, which nobody would.
-        """
+    def evict(db: sqlite3.Connection, target: int, owner: str) -> list[IndexRow]:
+        """Condemn entries, least recently used first, until the total is at most `target` bytes."""
         evicted: list[IndexRow] = []
         while True:
             (total,) = db.execute("SELECT bytes FROM totals").fetchone()
@@ -227,9 +256,7 @@ class DiskIndex:
                 over -= batch[-1].nbytes
             if not batch:
                 return evicted
-            for victim in batch:
-                unlink(victim.name)
-            DiskIndex.delete(db, [victim.name for victim in batch])
+            DiskIndex.condemn(db, [victim.name for victim in batch], owner)
             evicted += batch
 
     def _connection(self) -> sqlite3.Connection:

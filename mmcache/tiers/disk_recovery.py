@@ -18,13 +18,17 @@ __all__ = ["announce_owner", "drop_dead_reservations", "recover", "start_anew"]
 
 
 def announce_owner(directory: Path, owner: str) -> int:
-    """Make and lock `owners/<owner>`; the descriptor holds the lock until it is closed or the process ends."""
+    """Make and lock `owners/<owner>`; the descriptor holds the lock until it is closed or the process ends.
+
+    The file says in which run of the machine that is.
+    """
     path = directory / "owners" / owner
     hidden = path.with_suffix(".new")
     fd = os.open(hidden, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         # Locked before it has its name, so that nobody takes it for a dead process's in between
         fcntl.flock(fd, fcntl.LOCK_EX)
+        os.write(fd, _boot())
         os.rename(hidden, path)
     except OSError:
         os.close(fd)
@@ -43,14 +47,19 @@ def drop_dead_reservations(
             index.delete(db, names)
 
 
-def recover(directory: Path, index: DiskIndex, files: EntryFiles, capacity: int) -> None:
+def recover(directory: Path, index: DiskIndex, files: EntryFiles, capacity: int, owner: str) -> None:
     """Remove what processes left that are no more, and come within the budget."""
     dead = {path for path in (directory / "owners").iterdir() if not path.suffix and not _is_alive(path)}
     with index.transaction() as db:
         drop_dead_reservations(directory, index, db, files.unlink)
-        if dead or not index.totals()[0]:
+        if not index.totals()[0] or not all(map(_of_this_boot, dead)):
             _reconcile(index, db, files)
-        index.evict(db, capacity, files.unlink)
+        evicted = [row.name for row in index.evict(db, capacity, owner)]
+    if evicted:
+        for name in evicted:
+            files.unlink(name)
+        with index.transaction() as db:
+            index.drop(db, evicted, owner)
     for path in (directory / "writing").iterdir():
         if not _is_alive(directory / "owners" / path.name.split("-")[0]):
             path.unlink(missing_ok=True)
@@ -61,13 +70,28 @@ def recover(directory: Path, index: DiskIndex, files: EntryFiles, capacity: int)
 
 
 def _reconcile(index: DiskIndex, db: sqlite3.Connection, files: EntryFiles) -> None:
-    # A process that dies while it evicts or removes leaves rows without files. Every file has had a row before it was
-    # in place, and rows do not change meanwhile, so that a file without one is nobody's either.
+    # The index is kept without syncs, so that a machine that loses power may lose its last transactions, but not the
+    # files that they were about. Rows do not change meanwhile: a file without one is nobody's.
     there = {name for shard in files.shards() for name in files.names(shard)}
     rows, reserved = index.names(db)
     index.delete(db, list(rows - reserved - there))
     for name in there - rows:
         files.unlink(name)
+
+
+def _boot() -> bytes:
+    """What tells this run of the machine from others; nothing where the system does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+    except OSError:
+        return b""
+
+
+def _of_this_boot(owner: Path) -> bool:
+    try:
+        return bool(_boot()) and owner.read_bytes() == _boot()
+    except FileNotFoundError:
+        return True  # somebody else has dealt with it just now
 
 
 def start_anew(directory: Path) -> None:

@@ -7,8 +7,8 @@ Header (little-endian), padded with zeros to a multiple of 64 bytes so that a pa
     2 H  header bytes              8 Q  payload bytes
     2 H  identifier bytes          32 s namespace fingerprint
     1 B  dtype code                16 s XXH3-128 of the payload
-    1 x                            16 s XXH3-128 of the header without this field
-    2 H  levels (DeepStack)        ...  identifier, UTF-8
+    1 B  modality bytes            16 s XXH3-128 of the header without this field
+    2 H  levels (DeepStack)        ...  modality and identifier, UTF-8
 
 The size of a header follows from its key alone, so a reader can put header and payload into two buffers with one call.
 Checksums find damage, not malice: who may write to a store is for the store's own access control.
@@ -16,10 +16,8 @@ Checksums find damage, not malice: who may write to a store is for the store's o
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -28,14 +26,11 @@ import xxhash
 from torch import Tensor
 
 from mmcache.errors import ConfigError, DamagedEntryError, EmbeddingError
+from mmcache.tiers.keys import FORMAT_VERSION, Expected, Key, as_utf8, from_utf8
 
 __all__ = [
-    "FORMAT_VERSION",
-    "MAX_IDENTIFIER_BYTES",
     "Entry",
     "EntryInfo",
-    "Expected",
-    "Key",
     "check_pinning",
     "decode_entry",
     "encode_entry",
@@ -47,11 +42,8 @@ __all__ = [
     "writable_view",
 ]
 
-FORMAT_VERSION = 1
-MAX_IDENTIFIER_BYTES = 4096
-
 _MAGIC = b"MMCEMBED"
-_FIXED = struct.Struct("<8sHHHBxHQQQ32s16s")
+_FIXED = struct.Struct("<8sHHHBBHQQQ32s16s")
 _SUM_BYTES = 16
 _ALIGN = 64
 _DTYPES: dict[int, torch.dtype] = {
@@ -63,50 +55,6 @@ _DTYPES: dict[int, torch.dtype] = {
     6: torch.float8_e5m2,
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
-
-
-@dataclass(frozen=True)
-class Key:
-    """What rows are stored under: a namespace fingerprint (salt and adapter included) and a content identifier.
-
-    Args:
-        namespace: fingerprint, 64 hexadecimal digits (`mmcache.namespaces.namespace_fingerprint`).
-        identifier: content identifier, at most 4096 bytes of UTF-8; opaque.
-
-    Raises:
-        ConfigError: the namespace is no fingerprint, or the identifier is no text, empty or too long.
-    """
-
-    namespace: str
-    identifier: str
-
-    def __post_init__(self) -> None:
-        space = self.namespace
-        if not isinstance(space, str) or len(space) != 64 or space.strip("0123456789abcdef"):
-            raise ConfigError(
-                "not a namespace fingerprint", field="namespace", found=repr(space), expected="64 hex digits"
-            )
-        if not isinstance(self.identifier, str):
-            raise ConfigError("not an identifier", field="identifier", found=repr(self.identifier), expected="text")
-        size = len(self.identifier.encode("utf-8", "surrogatepass"))
-        if not 0 < size <= MAX_IDENTIFIER_BYTES:
-            raise ConfigError(
-                "identifier of unusable length",
-                field="identifier",
-                found=f"{size} bytes",
-                expected=f"1 to {MAX_IDENTIFIER_BYTES}",
-            )
-
-    def __hash__(self) -> int:
-        return hash(self.identifier)  # strings keep their hash; namespaces are few
-
-    @cached_property
-    def name(self) -> str:
-        """The entry's name in every store: 64 hexadecimal digits that depend on the format version and the key."""
-        digest = hashlib.sha256(b"mmcache-entry-%d\0" % FORMAT_VERSION)
-        digest.update(bytes.fromhex(self.namespace))  # of fixed size, so that no two keys feed the same bytes
-        digest.update(self.identifier.encode("utf-8", "surrogatepass"))
-        return digest.hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,34 +89,6 @@ class EntryInfo:
     checksum: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
-    """What rows must be to be of use to the asker (None: whatever they are). Others are a miss, and are dropped.
-
-    Raises:
-        ConfigError: a count is no whole number, or negative, or the dtype is none.
-    """
-
-    rows: int | None = None
-    width: int | None = None
-    dtype: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        for field in ("rows", "width"):
-            count = getattr(self, field)
-            if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 0):
-                raise ConfigError(
-                    "not a count", field=field, found=repr(count), expected="a whole number >= 0, or None"
-                )
-        if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
-            raise ConfigError("not a dtype", field="dtype", found=repr(self.dtype), expected="a torch.dtype, or None")
-
-    def fits(self, rows: Tensor) -> bool:
-        """Whether rows `[num_embeds, width]` are of use."""
-        have = (rows.shape[0], rows.shape[1], rows.dtype)
-        return all(want in (None, found) for want, found in zip((self.rows, self.width, self.dtype), have, strict=True))
-
-
 def check_pinning(pinned: bool) -> None:
     """Refuse page-locked memory where there is no GPU to copy it to.
 
@@ -191,7 +111,7 @@ def writable_view(buffer: Tensor) -> memoryview:
 
 def header_bytes(key: Key) -> int:
     """Size of the header of this key's entry, in bytes."""
-    return _padded(_FIXED.size + _SUM_BYTES + len(key.identifier.encode("utf-8", "surrogatepass")))
+    return _padded(_FIXED.size + _SUM_BYTES + len(as_utf8(key.modality)) + len(as_utf8(key.identifier)))
 
 
 def encode_entry(key: Key, rows: Tensor, *, levels: int = 1) -> Entry:
@@ -225,14 +145,15 @@ def encode_entry(key: Key, rows: Tensor, *, levels: int = 1) -> Entry:
             "levels do not divide the width", found=f"{levels!r} levels", expected=f"a divisor of {rows.shape[1]}"
         )
     payload = _as_bytes(rows.detach())
-    identifier = key.identifier.encode("utf-8", "surrogatepass")
-    size = _padded(_FIXED.size + _SUM_BYTES + len(identifier))
+    modality, identifier = as_utf8(key.modality), as_utf8(key.identifier)
+    size = header_bytes(key)
     fixed = _FIXED.pack(
         _MAGIC,
         FORMAT_VERSION,
         size,
         len(identifier),
         code,
+        len(modality),
         levels,
         rows.shape[0],
         rows.shape[1],
@@ -240,7 +161,8 @@ def encode_entry(key: Key, rows: Tensor, *, levels: int = 1) -> Entry:
         bytes.fromhex(key.namespace),
         _checksum(payload),
     )
-    header = fixed + xxhash.xxh3_128_digest(fixed + identifier) + identifier
+    names = modality + identifier
+    header = fixed + xxhash.xxh3_128_digest(fixed + names) + names
     return Entry(header.ljust(size, b"\0"), payload)
 
 
@@ -257,22 +179,23 @@ def read_header(header: bytes | memoryview) -> EntryInfo:
         reason = "truncated" if bytes(header[:8]) == _MAGIC[: len(header)] else "foreign"
         raise DamagedEntryError("not a whole header", reason=reason, found=f"{len(header)} bytes")
     fixed = bytes(header[: _FIXED.size])
-    magic, version, size, id_bytes, code, levels, rows, width, payload_bytes, namespace, checksum = _FIXED.unpack(fixed)
+    magic, version, size, id_bytes, code, mod_bytes, levels, *numbers, namespace, checksum = _FIXED.unpack(fixed)
+    rows, width, payload_bytes = numbers
     if magic != _MAGIC:
         raise DamagedEntryError("not an entry", reason="foreign", found=repr(magic), expected=repr(_MAGIC))
     if version != FORMAT_VERSION:
         raise DamagedEntryError("another format", reason="version", found=version, expected=FORMAT_VERSION)
     start = _FIXED.size + _SUM_BYTES
-    if size != _padded(start + id_bytes) or len(header) < size:
+    middle, end = start + mod_bytes, start + mod_bytes + id_bytes
+    if size != _padded(end) or len(header) < size:
         raise DamagedEntryError("not a whole header", reason="truncated", found=f"{len(header)} bytes", expected=size)
-    identifier = bytes(header[start : start + id_bytes])
-    if xxhash.xxh3_128_digest(fixed + identifier) != bytes(header[_FIXED.size : start]):
+    if xxhash.xxh3_128_digest(fixed + bytes(header[start:end])) != bytes(header[_FIXED.size : start]):
         raise DamagedEntryError("the header is damaged", reason="checksum")
     dtype = _DTYPES.get(code)
     if dtype is None or payload_bytes != rows * width * dtype.itemsize or not levels:
         raise DamagedEntryError("the header contradicts itself", reason="foreign", found=f"dtype code {code}")
     try:
-        key = Key(namespace.hex(), identifier.decode("utf-8", "surrogatepass"))
+        key = Key(namespace.hex(), from_utf8(bytes(header[middle:end])), from_utf8(bytes(header[start:middle])))
     except (UnicodeDecodeError, ConfigError) as error:
         raise DamagedEntryError("the header names no key", reason="foreign") from error
     return EntryInfo(key, rows, width, dtype, levels, size + payload_bytes, checksum)
@@ -293,14 +216,10 @@ def decode_entry(key: Key, entry: Entry, expected: Expected | None = None) -> Te
         DamagedEntryError: anything about the entry is not as it was stored under this key, or not as expected.
     """
     info = read_header(entry.header)
-    if info.key.namespace != key.namespace:
-        raise DamagedEntryError(
-            "stored under another namespace", reason="namespace", found=info.key.namespace, expected=key.namespace
-        )
-    if info.key.identifier != key.identifier:
-        raise DamagedEntryError(
-            "stored under another identifier", reason="identifier", found=info.key.identifier, expected=key.identifier
-        )
+    for part in ("namespace", "modality", "identifier"):
+        found, asked = getattr(info.key, part), getattr(key, part)
+        if found != asked:
+            raise DamagedEntryError(f"stored under another {part}", reason=part, found=found, expected=asked)
     if info.nbytes != entry.nbytes:
         raise DamagedEntryError("cut short or grown", reason="truncated", found=entry.nbytes, expected=info.nbytes)
     wanted = expected or Expected()

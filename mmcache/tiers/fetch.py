@@ -7,7 +7,7 @@ from threading import Event, Lock
 
 from torch import Tensor
 
-from mmcache.tiers.entry import Expected, Key
+from mmcache.tiers.keys import Expected, Key
 
 __all__ = ["Ask", "Fetch"]
 

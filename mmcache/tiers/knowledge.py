@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from threading import Lock
 
-from mmcache.tiers.entry import Key
+from mmcache.tiers.keys import Key
 
 __all__ = ["Knowledge"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mmcache.tiers.counters import Counters, TierStats
-from mmcache.tiers.entry import Key
+from mmcache.tiers.keys import Key
 from mmcache.tiers.knowledge import Knowledge
 from mmcache.tiers.protocol import Tier
 from mmcache.tiers.reader import TierReader

@@ -9,7 +9,8 @@ from threading import Lock
 
 from mmcache.errors import TierError
 from mmcache.tiers.arguments import check_entries, check_name, check_whole, keys_of
-from mmcache.tiers.entry import Entry, Key, check_pinning, host_bytes
+from mmcache.tiers.entry import Entry, check_pinning, host_bytes
+from mmcache.tiers.keys import Key
 from mmcache.tiers.protocol import PutOutcome, StoredEntry, TierUsage
 
 __all__ = ["MemoryTier"]

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from mmcache.errors import ConfigError, TierError, UnsupportedError
 from mmcache.tiers.arguments import check_entries, check_name, check_seconds, check_whole, keys_of
-from mmcache.tiers.entry import Entry, Key, check_pinning, header_bytes, host_bytes, writable_view
+from mmcache.tiers.entry import Entry, check_pinning, header_bytes, host_bytes, writable_view
+from mmcache.tiers.keys import Key
 from mmcache.tiers.lifetime import forked_with
 from mmcache.tiers.protocol import PutOutcome, StoredEntry, TierUsage
 from mmcache.tiers.remote import DEFAULT_LARGEST_ENTRY, key_prefix, remote_name

@@ -7,7 +7,8 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from mmcache.tiers.entry import Entry, Key, encode_entry
+from mmcache.tiers.entry import Entry, encode_entry
+from mmcache.tiers.keys import Key
 
 __all__ = ["PendingRows"]
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from mmcache.tiers.entry import Entry, Key
+from mmcache.tiers.entry import Entry
+from mmcache.tiers.keys import Key
 
 __all__ = ["PutOutcome", "StoredEntry", "Tier", "TierUsage"]
 

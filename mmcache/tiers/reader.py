@@ -15,8 +15,9 @@ from torch import Tensor
 from mmcache.errors import DamagedEntryError, TierError
 from mmcache.tiers.breaker import CircuitBreaker
 from mmcache.tiers.counters import Counters
-from mmcache.tiers.entry import Entry, Key, decode_entry
+from mmcache.tiers.entry import Entry, decode_entry
 from mmcache.tiers.fetch import Ask, Fetch
+from mmcache.tiers.keys import Key
 from mmcache.tiers.knowledge import Knowledge
 from mmcache.tiers.protocol import Tier
 from mmcache.tiers.timers import Timers

@@ -7,7 +7,8 @@ from typing import Any
 
 from mmcache.errors import ConfigError, DamagedEntryError, TierError
 from mmcache.tiers.arguments import check_entries, check_name, check_seconds, check_whole, keys_of
-from mmcache.tiers.entry import MAX_IDENTIFIER_BYTES, Entry, Key, check_pinning, join_entry, read_header, split_entry
+from mmcache.tiers.entry import Entry, check_pinning, join_entry, read_header, split_entry
+from mmcache.tiers.keys import MAX_IDENTIFIER_BYTES, Key
 from mmcache.tiers.protocol import PutOutcome, StoredEntry, TierUsage
 from mmcache.tiers.remote import DEFAULT_LARGEST_ENTRY, key_prefix, remote_name
 

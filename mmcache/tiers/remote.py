@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from mmcache.tiers.entry import FORMAT_VERSION, Key
+from mmcache.tiers.keys import FORMAT_VERSION, Key
 
 __all__ = ["DEFAULT_LARGEST_ENTRY", "key_prefix", "remote_name"]
 

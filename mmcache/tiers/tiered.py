@@ -23,8 +23,8 @@ from mmcache.namespaces import Namespace, namespace_fingerprint, require_trusted
 from mmcache.tiers.arguments import check_callable, check_seconds, check_whole, keys_of, patience, wanted_of
 from mmcache.tiers.callbacks import Callbacks
 from mmcache.tiers.counters import Counters, TieredStats
-from mmcache.tiers.entry import MAX_IDENTIFIER_BYTES, Expected, Key
 from mmcache.tiers.fetch import Ask, Fetch, OnDone
+from mmcache.tiers.keys import MAX_IDENTIFIER_BYTES, MAX_MODALITY_BYTES, Expected, Key, as_utf8
 from mmcache.tiers.knowledge import Knowledge
 from mmcache.tiers.lane import Lane
 from mmcache.tiers.lifetime import call_at_exit, forked_with
@@ -39,6 +39,7 @@ __all__ = ["OnEvent", "TieredStore"]
 _log = logging.getLogger("mmcache.tiers")
 
 _LONG_IDENTIFIER = 4000
+_LONG_MODALITY = 200
 
 OnEvent = Callable[[str, str, str, str], None]
 """Called with "stored" or "removed", the tier's name, the namespace fingerprint and the identifier."""
@@ -95,19 +96,18 @@ class TieredStore:
         self._do_not_close_at_exit = call_at_exit(self.close)
         forked_with(self)
 
-    def key(self, identifier: str, *, salt: str | None = None, adapter: str | None = None) -> Key:
-        """The key of a content identifier under this store's namespace and a request's salt and adapter.
+    def key(self, identifier: str, modality: str, *, salt: str | None = None, adapter: str | None = None) -> Key:
+        """The key of a content of a modality under this store's namespace and a request's salt and adapter.
 
-        An identifier of more than 4000 bytes, which tiers do not keep, is known by its SHA-256.
+        An identifier of more than 4000 bytes, which tiers do not keep, is known by its SHA-256; so is a modality of
+        more than 200.
         """
-        if not isinstance(identifier, str):
-            raise ConfigError("not an identifier", field="identifier", found=repr(identifier), expected="text")
-        if len(identifier) > _LONG_IDENTIFIER // 4:  # characters have up to four bytes
-            data = identifier.encode("utf-8", "surrogatepass")
-            if len(data) > _LONG_IDENTIFIER:
-                # Of a length that no other identifier keeps, so that none can be given that equals it
-                identifier = f"sha256:{hashlib.sha256(data).hexdigest()}".ljust(MAX_IDENTIFIER_BYTES, "-")
-        return Key(namespace_fingerprint(self.namespace, salt=salt, adapter=adapter), identifier)
+        for field, value in (("identifier", identifier), ("modality", modality)):
+            if not isinstance(value, str):
+                raise ConfigError(f"not the {field} of a content", field=field, found=repr(value), expected="text")
+        identifier = _bounded(identifier, _LONG_IDENTIFIER, MAX_IDENTIFIER_BYTES)
+        modality = _bounded(modality, _LONG_MODALITY, MAX_MODALITY_BYTES)
+        return Key(namespace_fingerprint(self.namespace, salt=salt, adapter=adapter), identifier, modality)
 
     # -- the scheduler's side: never waits
 
@@ -355,3 +355,13 @@ class TieredStore:
         if self._on_event is not None:
             for key in keys:
                 self._callbacks.call(self._on_event, kind, tier, key.namespace, key.identifier)
+
+
+def _bounded(text: str, longest: int, digested: int) -> str:
+    """The text, or what stands for it where it has more than `longest` bytes: of `digested` bytes, which no text that
+    is kept has, so that none can be given that equals it."""
+    if len(text) > longest // 4:  # characters have up to four bytes
+        data = as_utf8(text)
+        if len(data) > longest:
+            return f"sha256:{hashlib.sha256(data).hexdigest()}".ljust(digested, "-")
+    return text

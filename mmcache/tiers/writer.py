@@ -15,7 +15,8 @@ from threading import Condition, Thread
 from mmcache.errors import TierError
 from mmcache.tiers.breaker import CircuitBreaker
 from mmcache.tiers.counters import Counters
-from mmcache.tiers.entry import Entry, Key
+from mmcache.tiers.entry import Entry
+from mmcache.tiers.keys import Key
 from mmcache.tiers.knowledge import Knowledge
 from mmcache.tiers.pending import PendingRows
 from mmcache.tiers.protocol import Tier
