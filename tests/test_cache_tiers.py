@@ -12,7 +12,15 @@ from builders import ROW_BYTES, images, request, rows_of
 from tier_faults import FaultyTier
 from tier_helpers import until
 
-from mmcache import CacheConfig, CacheEvent, MultimodalCache, MultimodalRequest, Namespace
+from mmcache import (
+    CacheConfig,
+    CacheEvent,
+    MultimodalCache,
+    MultimodalItem,
+    MultimodalRequest,
+    Namespace,
+    PlaceholderRange,
+)
 from mmcache.tiers import DiskTier, MemoryTier, Tier
 
 
@@ -22,9 +30,8 @@ def one_image(name: str, identifier: str = "a", **kwargs: Any) -> MultimodalRequ
 
 def make(*tiers: Tier, rows: int = 100, **settings: Any) -> MultimodalCache:
     settings.setdefault("namespace", Namespace(model="m", digest_scheme="blake3"))
-    return MultimodalCache(
-        CacheConfig(capacity_bytes=rows * ROW_BYTES, row_bytes={"image": ROW_BYTES}, **settings), tiers
-    )
+    settings.setdefault("row_bytes", {"image": ROW_BYTES})
+    return MultimodalCache(CacheConfig(capacity_bytes=rows * ROW_BYTES, **settings), tiers)
 
 
 def flush(cache: MultimodalCache) -> None:
@@ -100,6 +107,46 @@ def test_other_salts_adapters_and_models_never_hit(tmp_path: Path, other: dict[s
     assert step(second, req) == ["a"]
     assert second.stats().loads == 0
     second.close()
+
+
+def one_item(name: str, modality: str, identifier: str = "logo") -> MultimodalRequest:
+    return request(name, 6, [MultimodalItem(modality, None, PlaceholderRange(1, 4), identifier)])
+
+
+def test_one_identifier_of_two_modalities_is_never_served_for_the_other(tmp_path: Path) -> None:
+    widths = {"row_bytes": {"image": ROW_BYTES, "video": ROW_BYTES}}
+    for modality in ("image", "video"):  # the same number of rows, of the same width: nothing else tells them apart
+        cache = make(DiskTier(tmp_path, 1 << 20), **widths)
+        req = one_item("r1", modality)
+        cache.announce(req)
+        lookup = cache.lookup(req, num_computed_tokens=0)
+        cache._tiers.tiers.fetch([])  # whatever the tiers were asked, they have answered
+        assert lookup.missing == (0,)
+        cache.insert(lookup, [rows_of(modality, 4)])
+        cache.close()
+    for modality in ("image", "video"):
+        cache = make(DiskTier(tmp_path, 1 << 20), **widths)
+        req = one_item("r2", modality)
+        learn(cache, req)
+        until(lambda cache=cache: cache.stats().loads == 1)
+        lookup = cache.lookup(req, num_computed_tokens=0)
+        assert torch.equal(lookup.rows(0), rows_of(modality, 4))
+        cache.close()
+
+
+def test_a_content_is_forgotten_in_every_modality(tmp_path: Path) -> None:
+    for modality in ("image", "video", "lidar"):
+        cache = make(DiskTier(tmp_path, 1 << 20), row_bytes=dict.fromkeys(("image", "video", "lidar"), ROW_BYTES))
+        lookup = cache.lookup(one_item("r1", modality), num_computed_tokens=0)
+        cache.insert(lookup, [rows_of(modality, 4)])
+        lookup.release()
+        cache.invalidate(identifier="other")
+        flush(cache)
+        if modality == "lidar":
+            cache.invalidate(identifier="logo")
+            flush(cache)
+        cache.close()
+    assert list(DiskTier(tmp_path, 1 << 20).scan()) == []
 
 
 def test_a_load_that_fails_makes_the_item_this_request_s_to_encode(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ def serve(store, tiers, faults, seed, restart=None):
         seen["requests"] += 1
         names = choose.sample(CONTENTS, choose.randint(1, 8))
         salt = choose.choice([None, "tenant"])
-        expected = {store.key(name, "image", salt=salt): Expected(*ROWS[name].shape, ROWS[name].dtype) for name in names}
+        kinds = {name: Expected(*ROWS[name].shape, ROWS[name].dtype) for name in names}
+        expected = {store.key(name, "image", salt=salt): kind for name, kind in kinds.items()}
         known = store.known(expected)
         start = time.monotonic()
         if choose.random() < 0.2:

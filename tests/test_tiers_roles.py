@@ -24,12 +24,13 @@ class Engine:
         )
         self.encoded = []
 
+    def key(self, req, index):
+        item = req.items[index]
+        return self.store.key(item.identifier, item.modality, salt=req.cache_salt, adapter=req.adapter)
+
     def fill(self, lookup: Lookup, req) -> None:
         """Take what is missing from the store, encode the rest and give it to the store."""
-        keys = {
-            self.store.key(item.identifier, item.modality, salt=req.cache_salt, adapter=req.adapter): index
-            for index, item in ((index, req.items[index]) for index in lookup.missing)
-        }
+        keys = {self.key(req, index): index for index in lookup.missing}
         wanted = {key: Expected(req.items[i].placeholder.num_embeds, WIDTH) for key, i in keys.items()}
         found = self.store.fetch(wanted) if wanted else {}
         self.cache.insert(lookup, {keys[key]: rows for key, rows in found.items()})
@@ -41,7 +42,7 @@ class Engine:
                 rows = rows_of(item.identifier, item.placeholder.num_embeds)
                 self.encoded.append(item.identifier)
                 self.cache.insert(lookup, {index: rows})
-                self.store.put(self.store.key(item.identifier, item.modality, salt=req.cache_salt, adapter=req.adapter), rows)
+                self.store.put(self.key(req, index), rows)
 
     def prefill(self, req, computed=0, scheduled=None):
         with self.cache.lookup(req, num_computed_tokens=computed, num_scheduled_tokens=scheduled) as lookup:
