@@ -11,7 +11,7 @@ import torch
 from builders import image_fields, images, request, rows_of
 from ipc_helpers import Scheduler, Worker, channel, exchange, expected, merged, nothing_is_held, planned, three
 
-from mmcache.errors import ConfigError, MessageError, MissingContentError, ReleasedError, RequestError
+from mmcache.errors import ConfigError, FieldError, MessageError, MissingContentError, ReleasedError, RequestError
 from mmcache.fields import FieldConfig, ItemFields
 from mmcache.ipc import Arena, Receiver, Sender
 from mmcache.items import MultimodalItem, MultimodalRequest, PlaceholderRange
@@ -74,6 +74,9 @@ def test_a_covered_request_moves_no_payload_and_has_all_metadata(scheduler: Sche
         (part,) = step.parts
         assert part.missing == part.needed == ()
         assert len(part.metadata("image_grid_thw")) == 3
+        assert part.metadata("video_grid_thw") == []
+        with pytest.raises(FieldError, match="keep_on_cpu"):
+            part.metadata("pixel_values")
         assert merged(part).eq(0).all()
     assert plan.bytes.transfer == scheduler.arena.stats().written == 0
 

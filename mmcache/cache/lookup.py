@@ -156,10 +156,10 @@ class Lookup:
         return self._cache._ledger.snapshot(self._open())
 
     def metadata(self, field: str) -> list[Tensor]:
-        """A `keep_on_cpu` field of all items that have it, covered ones too, in order, on the CPU.
+        """A `keep_on_cpu` field of all items that have it, covered ones too, in order, on the CPU; maybe none.
 
         Raises:
-            FieldError: items exist but none has the field, or it is not marked `keep_on_cpu`.
+            FieldError: an item has the field, but it is not marked `keep_on_cpu`.
         """
         ticket = self._open()
         return ticket.request._metadata_until(field, ticket.num_items)

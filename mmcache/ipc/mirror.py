@@ -120,14 +120,18 @@ class Mirror:
         self._append(delta, known, runs, stored)
 
     def metadata(self, field: str) -> list[FieldValue]:
-        """The `keep_on_cpu` field of every item that has it, in order, on the CPU.
+        """The `keep_on_cpu` field of every item that has it, in order, on the CPU; empty where none has it.
 
         Raises:
-            FieldError: items exist, but none has the field, or it is not marked `keep_on_cpu`.
+            FieldError: an item has the field, but it is not marked `keep_on_cpu`.
         """
         columns = [stored for stored in self._stored if stored.name == field]
-        if not columns and self.num_items:
-            raise FieldError("no item has such metadata", request_id=self.request_id, field=field)
+        for number, schema in enumerate(self._schemas) if not columns else ():
+            if any(spec.name == field for spec in schema) and number in self._schema_of:
+                item = self._schema_of.index(number)
+                raise FieldError(
+                    "the field is not marked keep_on_cpu", request_id=self.request_id, item=item, field=field
+                )
         if len(columns) == 1:
             return list(columns[0].unpack())
         if all(one.indices[-1] < other.indices[0] for one, other in pairwise(columns)):

@@ -89,7 +89,7 @@ class WorkerPart:
         """The `keep_on_cpu` field of every item that has it, covered ones too, in order, on the CPU.
 
         Raises:
-            FieldError: items exist, but none has the field, or it is not marked `keep_on_cpu`.
+            FieldError: an item has the field, but it is not marked `keep_on_cpu`.
         """
         return self._mirror.metadata(field)
 

@@ -152,11 +152,10 @@ class MultimodalRequest:
             self._append(items, added)
 
     def metadata(self, field: str) -> list[Tensor]:
-        """The `keep_on_cpu` field of every item that has it, in order, on the CPU.
+        """The `keep_on_cpu` field of every item that has it, in order, on the CPU; empty where none has it.
 
         Raises:
-            FieldError: items exist, but none has the field (a misspelt name would otherwise be an empty answer, and
-                positions wrong), or it is not marked `keep_on_cpu`.
+            FieldError: an item has the field, but it is not marked `keep_on_cpu`.
         """
         return self._metadata_until(field, len(self.items))
 
@@ -178,10 +177,7 @@ class MultimodalRequest:
                     owners.append(index)
                     values.append(fields[field])  # type: ignore[arg-type]
             self._metadata[field] = (num_items, owners, values)
-        found = values[: bisect_left(owners, num_items)]
-        if num_items and not found:
-            raise FieldError("no item of the request has the field", request_id=self.request_id, field=field)
-        return found
+        return values[: bisect_left(owners, num_items)]
 
     def schemas(self, num_items: int) -> tuple[tuple[Schema, ...], tuple[int, ...]]:
         """The distinct schemas among the items, and which of them each of the first so many items has."""
