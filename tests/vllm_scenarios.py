@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
+from itertools import count
+from threading import Timer
 from typing import Any
 
 import vllm_tiny
+from tier_servers import RedisServer
 
 MEBIBYTE = 1 << 20
 
@@ -136,8 +139,11 @@ def evictions(model: str, connector: dict[str, Any] | None, seeds: list[int], **
     again = pictures(engine, seeds)
     after_again = engine.counts()
     new = [seeds[0] + 50, seeds[0] + 51]
-    crowd = engine.run_all([[ask(new[i % 2], text=f"question {i}")] for i in range(8)])
-    return {"first": first, "again": again, "crowd": crowd, "counts": [after_first, after_again, engine.counts()]}
+    questions = [[ask(new[i % 2], text=f"question {i}")] for i in range(8)]
+    crowd = engine.run_all(questions)
+    counts = [after_first, after_again, engine.counts()]
+    alone = [engine.run(*question) for question in questions]
+    return {"first": first, "again": again, "crowd": crowd, "alone": alone, "counts": counts}
 
 
 def client_ids(model: str, connector: dict[str, Any], digest: str) -> Any:
@@ -150,9 +156,15 @@ def client_ids(model: str, connector: dict[str, Any], digest: str) -> Any:
     return {"answers": answers, "counts": engine.counts()}
 
 
-def store_dies_after_prefetch(model: str, connector: dict[str, Any], seeds: list[int], pid: int) -> Any:
-    """The store is killed between the moment in which a request's items are ready and their use."""
-    engine = Engine(model, connector)
+def store_is_slow_and_then_dies(model: str, connector: dict[str, Any], seeds: list[int], pid: int) -> Any:
+    """The store answers after a while; and is killed between the moment in which another request's items are ready and
+    their use."""
+    engine = Engine(model, connector | {"fetch_seconds": 30})
+    os.kill(pid, signal.SIGSTOP)
+    start = time.monotonic()
+    Timer(0.5, lambda: os.kill(pid, signal.SIGCONT)).start()
+    answers = pictures(engine, seeds[:1])
+    slow = {"seconds": time.monotonic() - start} | engine.counts()
     prepare = engine.connector.ensure_cache_available
     killed: list[bool] = []
 
@@ -165,8 +177,8 @@ def store_dies_after_prefetch(model: str, connector: dict[str, Any], seeds: list
         return ready
 
     engine.connector.ensure_cache_available = prepare_then_kill
-    answers = pictures(engine, seeds)
-    return {"answers": answers, "killed": bool(killed), "counts": engine.counts()}
+    answers += pictures(engine, seeds[1:])
+    return {"answers": answers, "slow": slow, "killed": bool(killed), "counts": engine.counts()}
 
 
 def store_hangs(model: str, connector: dict[str, Any], seeds: list[int]) -> Any:
@@ -179,15 +191,34 @@ def store_hangs(model: str, connector: dict[str, Any], seeds: list[int]) -> Any:
     return {"answers": answers, "seconds": time.monotonic() - start, "counts": engine.counts()}
 
 
-def store_is_emptied(model: str, connector: dict[str, Any], seeds: list[int]) -> Any:
-    """A store that vanishes with everything in it while the engine runs, and comes back empty."""
-    engine = Engine(model, connector)
-    folder = connector["store"].removeprefix("file://")
-    before = pictures(engine, seeds[:1])
-    shutil.rmtree(folder)
-    os.mkdir(folder)
-    after = pictures(engine, seeds[1:])
-    return {"answers": before + after, "counts": engine.counts()}
+def store_restarts_empty(model: str, connector: dict[str, Any], seeds: list[int]) -> Any:
+    """A store that dies while the engine runs, and comes back without what it held; the engine's memory holds two."""
+    server = RedisServer()
+    settings = connector | {"store": server.url, "memory_bytes": 150_000}
+    engine = Engine(model, settings, enable_prefix_caching=False, max_num_batched_tokens=256)
+    first, *others = seeds
+    answers = pictures(engine, [first])
+    text = vllm_tiny.message("hello")
+    _until(lambda: engine.counts().get("store_bytes_written.redis", 0) > 0, lambda seed: engine.run(text))
+    server.kill()
+    answers += pictures(engine, others)
+    server.start()
+    answers += pictures(engine, [first])
+    counts = engine.counts()
+    written = counts["store_bytes_written.redis"]
+    _until(lambda: engine.counts()["store_bytes_written.redis"] > written, lambda seed: pictures(engine, [seed]))
+    server.kill()
+    return {"answers": answers, "counts": counts}
+
+
+def _until(reached: Callable[[], bool], ask: Callable[[int], Any]) -> None:
+    """Ask until something has come to vLLM's metrics, which travel with its steps."""
+    end = time.monotonic() + 60
+    for seed in count(1000):
+        if reached():
+            return
+        assert time.monotonic() < end
+        ask(seed)
 
 
 def found_by_vllm(model: str, connector: None) -> Any:
@@ -217,6 +248,53 @@ def found_by_vllm(model: str, connector: None) -> Any:
         "hits": registry.get_sample_value("vllm:mmcache_hits_total", labels),
         "store_up": registry.get_sample_value("vllm:mmcache_store_up", labels),
     }
+
+
+def without_media(model: str, connector: dict[str, Any], seeds: list[int], lost: int) -> Any:
+    """A consumer that is asked about pictures, and then about some of them by their ids alone."""
+    engine = Engine(model, connector, role="ec_consumer", enable_prefix_caching=False, max_num_batched_tokens=256)
+    first = pictures(engine, seeds)
+    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+    add_request = scheduler.add_request
+
+    def add_without_media(request: Any) -> None:
+        for feature in request.mm_features:
+            feature.data = None
+        add_request(request)
+
+    scheduler.add_request = add_without_media
+    bare = [engine.run(ask(seed, lead="by id: ")) for seed in (seeds[0], lost, seeds[1])]
+    scheduler.add_request = add_request
+    full = [engine.run(ask(seed, lead="by id: ")) for seed in (seeds[0], lost, seeds[1])]
+    return {"first": first, "bare": bare, "full": full, "counts": engine.counts()}
+
+
+def pairs_of_stages(model: str, connector: dict[str, Any]) -> Any:
+    """Workers of two pipeline stages of two ranks, in each role that saves: see `vllm_stages`."""
+    from vllm_stages import let_idefics3_have_stages, run_stages
+
+    let_idefics3_have_stages()
+    return {role: run_stages(model, role, dict(connector), stages=2, ranks=2) for role in ("ec_both", "ec_producer")}
+
+
+def model_in_stages(model: str, connector: dict[str, Any], seeds: list[int], ranks: int) -> Any:
+    """A model in two pipeline stages of some ranks each, all processes, and encoder caches for one picture."""
+    from vllm_stages import let_idefics3_have_stages
+
+    let_idefics3_have_stages()
+    engine = Engine(
+        model,
+        connector,
+        pipeline_parallel_size=2,
+        tensor_parallel_size=ranks,
+        distributed_executor_backend="mp",
+        enable_prefix_caching=False,
+        max_num_batched_tokens=256,
+    )
+    first = pictures(engine, seeds)
+    again = pictures(engine, seeds)
+    held = engine.llm.collective_rpc(lambda worker: len(worker.model_runner.encoder_cache))
+    return {"first": first, "again": again, "counts": engine.counts(), "held": held}
 
 
 def main(name: str, arguments: str) -> None:
