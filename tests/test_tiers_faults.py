@@ -9,6 +9,7 @@ import pytest
 import torch
 from builders import ROW_BYTES, WIDTH, images, request
 from builders import rows_of as cache_rows
+from tier_devices import device_tier
 from tier_faults import FAULTS, FaultyTier
 from tier_helpers import NAMESPACE, rows_of, same_bits
 from tier_servers import MooncakeCluster, RedisServer
@@ -81,10 +82,9 @@ def faulty(*tiers, seed):
 @pytest.mark.parametrize(
     "seed", [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 )
-def test_a_thousand_faults_in_memory_and_on_disk(tmp_path, seed):
-    tiers = faulty(
-        MemoryTier(3000, name="near"), DiskTier(tmp_path, 20_000), MemoryTier(1 << 20, name="far"), seed=10 * seed
-    )
+def test_a_thousand_faults_on_a_device_in_memory_and_on_disk(tmp_path, seed):
+    near = device_tier("simulated device", 3000, name="near")
+    tiers = faulty(near, DiskTier(tmp_path, 20_000), MemoryTier(1 << 20, name="far"), seed=10 * seed)
     store = TieredStore(tiers, namespace=NAMESPACE, deadline=DEADLINE, write_behind_bytes=2000)
     seen = serve(store, tiers, 1000, seed)
     settle_and_check(store, tiers, seen)

@@ -1,55 +1,17 @@
-"""What every tier does, run on each: memory, disk, a real Redis server and a real Mooncake cluster."""
+"""What every tier does, run on each: host and device memory, disk, a real Redis server, a real Mooncake cluster."""
 
 import threading
 
 import pytest
 import torch
+from tier_devices import device_tier, lies_on
 from tier_helpers import key_of, read, rows_of, same_bits, write
-from tier_servers import MooncakeCluster, RedisServer, running
+from tier_kinds import GPU, OF_THIS_PROCESS, WITH_A_BUDGET, make_tier
 
 from mmcache.errors import ConfigError, TierError, UnsupportedError
 from mmcache.tiers import DiskTier, Entry, MemoryTier, MooncakeTier, RedisTier, Tier, decode_entry, encode_entry
 
-SERVERS = pytest.mark.server
-
-
-@pytest.fixture(scope="module")
-def redis_server():
-    with running(RedisServer) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def mooncake_cluster():
-    with running(MooncakeCluster) as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
-def mooncake_tier(mooncake_cluster):
-    tier = MooncakeTier(mooncake_cluster.address)
-    yield tier
-    tier.close()
-
-
-@pytest.fixture(
-    params=["memory", "disk", pytest.param("redis", marks=SERVERS), pytest.param("mooncake", marks=SERVERS)]
-)
-def tier(request, tmp_path):
-    if request.param == "mooncake":  # setting up a client takes a while
-        made = request.getfixturevalue("mooncake_tier")
-        made.clear()
-        yield made
-        return
-    if request.param == "memory":
-        made = MemoryTier(64 << 20)
-    elif request.param == "disk":
-        made = DiskTier(tmp_path / "store", 64 << 20)
-    else:
-        made = RedisTier(request.getfixturevalue("redis_server").url)
-        made.clear()
-    yield made
-    made.close()
+pytest_plugins = ["tier_fixtures"]
 
 
 def test_it_is_a_tier(tier):
@@ -207,11 +169,11 @@ def test_many_threads_at_once(tier):
     assert errors == []
 
 
-@pytest.mark.parametrize("kind", ["memory", "disk"])
+@pytest.mark.parametrize("kind", WITH_A_BUDGET)
 def test_a_budget_holds_and_the_least_recently_used_goes_first(kind, tmp_path):
     size = encode_entry(key_of("a"), rows_of("a")).nbytes
     budget = 3 * size + size // 2
-    tier = MemoryTier(budget) if kind == "memory" else DiskTier(tmp_path / "s", budget)
+    tier = make_tier(kind, budget, tmp_path)
     a, b, c = (write(tier, name)[0] for name in "abc")
     tier.get_many([a])
     outcome = tier.put_many({key_of("d"): encode_entry(key_of("d"), rows_of("d"))})
@@ -228,32 +190,52 @@ def test_a_budget_holds_and_the_least_recently_used_goes_first(kind, tmp_path):
     tier.close()
 
 
-@pytest.mark.parametrize("kind", ["memory", "disk"])
+@pytest.mark.parametrize("kind", WITH_A_BUDGET)
 def test_a_batch_larger_than_the_budget_stays_within_it(kind, tmp_path):
     size = encode_entry(key_of("a"), rows_of("a")).nbytes
-    tier = MemoryTier(5 * size) if kind == "memory" else DiskTier(tmp_path / "s", 5 * size)
+    tier = make_tier(kind, 5 * size, tmp_path)
     write(tier, *(f"i{n}" for n in range(20)))
     assert tier.usage().nbytes <= 5 * size
     assert tier.usage().entries == 5
     tier.close()
 
 
-def test_a_closed_tier_says_so(tmp_path):
-    for tier in (MemoryTier(1000), DiskTier(tmp_path / "s", 1000)):
-        tier.close()
-        tier.close()
-        with pytest.raises(TierError, match="closed"):
-            tier.get_many([key_of("a")])
-        with pytest.raises(TierError, match="closed"):
-            tier.put_many({key_of("a"): encode_entry(key_of("a"), rows_of("a"))})
+@pytest.mark.parametrize("kind", WITH_A_BUDGET)
+def test_a_closed_tier_says_so(kind, tmp_path):
+    tier = make_tier(kind, 1000, tmp_path)
+    tier.close()
+    tier.close()
+    with pytest.raises(TierError, match="closed"):
+        tier.get_many([key_of("a")])
+    with pytest.raises(TierError, match="closed"):
+        tier.put_many({key_of("a"): encode_entry(key_of("a"), rows_of("a"))})
 
 
-def test_slices_of_a_batch_do_not_keep_the_batch_alive_in_memory():
-    tier = MemoryTier(1 << 20)
+@pytest.mark.parametrize("kind", OF_THIS_PROCESS)
+def test_slices_of_a_batch_do_not_keep_the_batch_alive_in_memory(kind, tmp_path):
+    tier = make_tier(kind, 1 << 20, tmp_path)
     batch = torch.randn(1000, 16)
     key = key_of("a")
     tier.put_many({key: encode_entry(key, batch[10:12])})
     assert tier.get_many([key])[key].payload.untyped_storage().nbytes() == 2 * 16 * 4
+
+
+@pytest.mark.parametrize("kind", OF_THIS_PROCESS)
+def test_a_write_to_rows_that_were_handed_out_is_found(kind, tmp_path):
+    tier = make_tier(kind, 1 << 20, tmp_path)
+    (key,) = write(tier, "a")
+    decode_entry(key, tier.get_many([key])[key])[0, 0] += 1
+    with pytest.raises(ValueError, match="damaged"):
+        decode_entry(key, tier.get_many([key])[key])
+
+
+@pytest.mark.parametrize("kind", ["simulated device", GPU])
+def test_a_device_s_entries_lie_on_the_device_and_nowhere_else(kind):
+    tier = device_tier(kind, 1 << 20)
+    keys = write(tier, "a", "b")
+    for entry in tier.get_many(keys).values():
+        assert lies_on(tier, entry.payload) == "cuda"
+    tier.close()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="page-locked memory is to be had here")

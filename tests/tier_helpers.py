@@ -39,7 +39,7 @@ def write(tier: Tier, *identifiers: str, **shape: object) -> list[Key]:
 
 
 def read(tier: Tier, *keys: Key) -> dict[str, torch.Tensor]:
-    return {key.identifier: decode_entry(key, entry) for key, entry in tier.get_many(keys).items()}
+    return {key.identifier: decode_entry(key, entry).cpu() for key, entry in tier.get_many(keys).items()}
 
 
 def until(condition, seconds: float = 20.0) -> None:

@@ -118,8 +118,8 @@ def wanted_of(keys: Iterable[Key] | Mapping[Key, Expected | None]) -> dict[Key, 
     return wanted
 
 
-def check_entries(entries: Mapping[Key, Entry]) -> None:
-    """Refuse what are no entries by key.
+def check_entries(entries: Mapping[Key, Entry], *, on_host: bool = True) -> None:
+    """Refuse what are no entries by key, or, with `on_host`, have their payload elsewhere.
 
     Raises:
         ConfigError: they are not.
@@ -131,4 +131,11 @@ def check_entries(entries: Mapping[Key, Entry]) -> None:
         if not isinstance(entry, Entry) or not isinstance(entry.header, bytes) or not isinstance(entry.payload, Tensor):
             raise ConfigError(
                 f"not an entry, for {key.identifier!r}", field="entries", found=repr(entry), expected="an `Entry`"
+            )
+        if on_host and not entry.payload.is_cpu:
+            raise ConfigError(
+                f"a payload on a device, for {key.identifier!r}",
+                field="entries",
+                found=entry.payload.device,
+                expected="cpu",
             )

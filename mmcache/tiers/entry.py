@@ -26,6 +26,7 @@ import xxhash
 from torch import Tensor
 
 from mmcache.errors import ConfigError, DamagedEntryError, EmbeddingError
+from mmcache.tiers.devices import on_host
 from mmcache.tiers.keys import FORMAT_VERSION, Expected, Key, as_utf8, from_utf8
 
 __all__ = [
@@ -63,7 +64,8 @@ class Entry:
 
     Attributes:
         header: see the module's docstring.
-        payload: uint8 `[payload bytes]`, contiguous, on the CPU; may share memory with the rows it was made from.
+        payload: uint8 `[payload bytes]`, contiguous, on the CPU, or on the device of a tier that keeps it there; may
+            share memory with the rows it was made from.
     """
 
     header: bytes
@@ -202,7 +204,8 @@ def read_header(header: bytes | memoryview) -> EntryInfo:
 
 
 def decode_entry(key: Key, entry: Entry, expected: Expected | None = None) -> Tensor:
-    """The rows of an entry, bit for bit, sharing the payload's memory.
+    """The rows of an entry, bit for bit, sharing the payload's memory. One on a device is copied to the host for its
+    checksum, beside the engine's work; the caller waits for that.
 
     Args:
         key: what was asked for.
@@ -210,7 +213,7 @@ def decode_entry(key: Key, entry: Entry, expected: Expected | None = None) -> Te
         expected: what the rows must be.
 
     Returns:
-        `[num_embeds, width]` on the CPU, the dtype they were stored in.
+        `[num_embeds, width]` where the payload is, in the dtype they were stored in.
 
     Raises:
         DamagedEntryError: anything about the entry is not as it was stored under this key, or not as expected.
@@ -274,7 +277,7 @@ def _as_bytes(rows: Tensor) -> Tensor:
 
 
 def _checksum(payload: Tensor) -> bytes:
-    data: np.ndarray[Any, Any] = payload.numpy()
+    data: np.ndarray[Any, Any] = on_host(payload).numpy()
     return xxhash.xxh3_128_digest(data)  # type: ignore[arg-type]  # takes any buffer; releases the GIL
 
 

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from threading import Event, Lock
+from threading import Event as Flag
+from threading import Lock
+from typing import TypeAlias
 
 from torch import Tensor
 
+from mmcache.staging import Event
+from mmcache.tiers.devices import handed_out
 from mmcache.tiers.keys import Expected, Key
 
-__all__ = ["Ask", "Fetch"]
+__all__ = ["Ask", "Fetch", "OnDone", "Rows"]
 
 OnDone = Callable[[dict[Key, Tensor]], None]
+Rows: TypeAlias = "dict[Key, tuple[Tensor, Event | None]]"
+"""Rows by key, with the point behind which they are written where they might not be yet."""
 
 
 class Fetch:
     """Rows that are being fetched. Made by `TieredStore.prefetch`; `poll` it, or give a callback there.
 
-    What was found is shared with whoever else found it: rows are not to be written to.
+    What was found is shared with whoever else found it: rows are not to be written to. Rows on a device are for the
+    stream that is current where they are handed out: it waits until they are written, the host does not.
     """
 
     def __init__(
@@ -32,9 +39,9 @@ class Fetch:
         self._on_cancel = on_cancel
         self._lock = Lock()
         self._missing = dict.fromkeys(expected)
-        self._found: dict[Key, Tensor] = {}
-        self._new: dict[Key, Tensor] = {}
-        self._done = Event()
+        self._found: Rows = {}
+        self._new: Rows = {}
+        self._done = Flag()
 
     @property
     def done(self) -> bool:
@@ -45,13 +52,14 @@ class Fetch:
         """What arrived since the last call. Never waits."""
         with self._lock:
             new, self._new = self._new, {}
-        return new
+        return _handed_out(new)
 
     def wait(self, timeout: float | None = None) -> dict[Key, Tensor]:
         """Wait, at most `timeout` seconds, and return everything that was found by then."""
         self._done.wait(timeout)
         with self._lock:
-            return dict(self._found)
+            found = dict(self._found)
+        return _handed_out(found)
 
     def cancel(self) -> None:
         """Nobody needs the rest any more; the callback is not called. Idempotent."""
@@ -64,13 +72,18 @@ class Fetch:
         with self._lock:
             return list(self._missing)
 
-    def deliver(self, found: Mapping[Key, Tensor]) -> None:
-        """Take in what a tier gave."""
+    def deliver(self, found: Rows) -> None:
+        """Take in what a tier gave, or what waits to be written."""
         with self._lock:
             for key, rows in found.items():
                 if key in self._missing:
                     del self._missing[key]
                     self._found[key] = self._new[key] = rows
+
+    def call_back(self) -> None:
+        """Call `on_done` with everything that was found, on this thread."""
+        if self.on_done is not None:
+            self.on_done(self.wait(0))
 
     def finish(self) -> bool:
         """Nothing more will arrive; True for the one caller that made it so."""
@@ -105,3 +118,7 @@ class Ask:
             fetch, self.fetch = self.fetch, None  # an ask in a queue does not keep the rows alive
             self.settled = True
         return fetch
+
+
+def _handed_out(found: Rows) -> dict[Key, Tensor]:
+    return {key: handed_out(rows, written) for key, (rows, written) in found.items()}

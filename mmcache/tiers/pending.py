@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from threading import Lock
 
-import torch
 from torch import Tensor
 
+from mmcache.tiers.devices import on_host, written_by_now
 from mmcache.tiers.entry import Entry, encode_entry
 from mmcache.tiers.keys import Key
 
@@ -18,8 +18,8 @@ class PendingRows:
 
     Args:
         key: what they are stored under.
-        rows: `[num_embeds, width]`. On a GPU the copy to the host waits, in the writer's thread and on a stream of its
-            own, for the work that is queued on the current stream now.
+        rows: `[num_embeds, width]`. On a device the copy to the host waits, in the writer's thread and on a stream of
+            its own, for the work that is queued on the current stream now.
         levels: see `encode_entry`.
         entry: the rows encoded, where they were read from another tier.
     """
@@ -29,16 +29,14 @@ class PendingRows:
         self.rows = rows
         """The rows as they were given, or their copy on the host once there is one."""
         self.nbytes = max(rows.untyped_storage().nbytes(), rows.nbytes)  # what they keep alive, not what they say
+        self.written = written_by_now(rows) if entry is None else None
+        """The point behind which the rows are written; None where they are."""
         self._levels = levels
         self._lock = Lock()
         self._entry = entry
-        self._ready: torch.cuda.Event | None = None
-        if type(rows) is Tensor and rows.device.type == "cuda":
-            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._ready.record(torch.cuda.current_stream(rows.device))
 
     def entry(self) -> Entry:
-        """The encoded entry. May block for a copy from the device.
+        """The encoded entry, on the host. May block for a copy from the device.
 
         Raises:
             EmbeddingError: the rows cannot be stored.
@@ -46,21 +44,10 @@ class PendingRows:
         with self._lock:
             entry = self._entry
             if entry is None:
-                host = self._on_host(self.rows)
-                entry = self._entry = encode_entry(self.key, host, levels=self._levels)
+                host = on_host(self.rows, self.written)
+                entry = encode_entry(self.key, host, levels=self._levels)
                 self.rows = host
+            elif not entry.payload.is_cpu:
+                entry = Entry(entry.header, on_host(entry.payload))
+            self._entry = entry
             return entry
-
-    def _on_host(self, rows: Tensor) -> Tensor:
-        if rows.device.type == "cpu":
-            return rows
-        if self._ready is None:
-            return rows.cpu()
-        # The default stream would wait for, and hold up, the engine's own work
-        stream = torch.cuda.Stream(rows.device)  # type: ignore[no-untyped-call]
-        stream.wait_event(self._ready)
-        with torch.cuda.stream(stream):
-            host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-            host.copy_(rows, non_blocking=True)
-        stream.synchronize()
-        return host

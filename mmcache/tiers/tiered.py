@@ -23,7 +23,7 @@ from mmcache.namespaces import Namespace, namespace_fingerprint, require_trusted
 from mmcache.tiers.arguments import check_callable, check_seconds, check_whole, keys_of, patience, wanted_of
 from mmcache.tiers.callbacks import Callbacks
 from mmcache.tiers.counters import Counters, TieredStats
-from mmcache.tiers.fetch import Ask, Fetch, OnDone
+from mmcache.tiers.fetch import Ask, Fetch, OnDone, Rows
 from mmcache.tiers.keys import MAX_IDENTIFIER_BYTES, MAX_MODALITY_BYTES, Expected, Key, as_utf8
 from mmcache.tiers.knowledge import Knowledge
 from mmcache.tiers.lane import Lane
@@ -217,8 +217,8 @@ class TieredStore:
         """Rows of those keys that are found within `timeout` seconds (None: within the tiers' deadlines).
 
         Returns:
-            rows by key, `[num_embeds, width]`, on the CPU unless they still wait to be written. What is not in it is
-            missing: encode it.
+            rows by key, `[num_embeds, width]`, on the CPU, or on a device if they still wait to be written or lie in a
+            tier there (see `Fetch`). What is not in it is missing: encode it.
         """
         timeout = patience(timeout)
         fetch = self.prefetch(keys)
@@ -301,14 +301,14 @@ class TieredStore:
         )
         return Lane(tier, reader, writer, knowledge, counters)
 
-    def _waiting_rows(self, expected: Mapping[Key, Expected | None]) -> dict[Key, Tensor]:
-        found = {}
+    def _waiting_rows(self, expected: Mapping[Key, Expected | None]) -> Rows:
+        found: Rows = {}
         for lane in self._open_lanes():
             if not lane.writer.idle:
                 for key, wanted in expected.items():
                     pending = lane.writer.queued(key)
                     if pending is not None and (wanted is None or wanted.fits(pending.rows)):
-                        found[key] = pending.rows
+                        found[key] = (pending.rows, pending.written)
         return found
 
     def _advance(self, fetch: Fetch) -> None:
@@ -331,7 +331,7 @@ class TieredStore:
 
     def _answered(self, ask: Ask, fetch: Fetch, found: Found, damaged: Sequence[Key]) -> None:
         try:
-            fetch.deliver({key: rows for key, (rows, _) in found.items()})
+            fetch.deliver({key: (rows, None) for key, (rows, _) in found.items()})
             if damaged:
                 self._lanes[ask.stage].writer.remove(damaged)
             for lane in self._lanes[: ask.stage]:
@@ -348,8 +348,8 @@ class TieredStore:
     def _end(self, fetch: Fetch) -> None:
         if fetch.finish():
             self._counters.add(misses=len(fetch.missing()))
-            if fetch.on_done is not None and not fetch.cancelled:
-                self._callbacks.call(fetch.on_done, fetch.wait(0))
+            if not fetch.cancelled:
+                self._callbacks.call(fetch.call_back)
 
     def _tell(self, kind: str, tier: str, keys: Sequence[Key]) -> None:
         if self._on_event is not None:
