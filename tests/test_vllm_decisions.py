@@ -371,6 +371,16 @@ def test_equal_content_hits_under_whatever_digest_names_it() -> None:
     assert engine.serve(request(Item(digest("another"), Position(0, 4), pixels(5)))) == [digest("another")]
 
 
+@pytest.mark.parametrize("trust", [True, False])
+def test_an_image_and_a_video_never_share_rows_though_name_and_tensors_are_equal(trust: bool) -> None:
+    engine = Engine(trust=trust, store=Store())
+    image, video = (Item(digest("a"), Position(0, 4), pixels(1), modality) for modality in ("image", "video"))
+    engine.serve(request(image))
+    engine.forget()
+    assert engine.serve(request(video)) == []
+    assert {key.modality for key in engine.store.rows} == {"image", "video"}
+
+
 def test_where_adapters_touch_the_encoder_their_requests_are_left_alone() -> None:
     engine = Engine(store=Store(), adapters_encode=True)
     r = request(item("a"))

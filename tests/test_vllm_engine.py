@@ -196,6 +196,12 @@ def test_vllm_finds_the_connector_and_its_metrics(runs: Runs) -> None:
     assert found["store_up"] == 0
 
 
+def test_a_vllm_of_another_version_is_named_at_the_start(runs: Runs) -> None:
+    (note,) = runs["found"]["said"]
+    assert "0.32.0" in note
+    assert "0.1.x" in note
+
+
 def test_another_engine_encodes_nothing_and_answers_to_the_bit(runs: Runs) -> None:
     filling, reading = runs["filling"], runs["reading"]
     for part in ("first", "again", "chat"):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
+import tomllib
+from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +28,8 @@ from mmcache.engines.vllm.settings import open_stores
 from mmcache.engines.vllm.slots import SlotAllocator
 from mmcache.errors import ConfigError
 from mmcache.namespaces import namespace_fingerprint
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # -- settings
 
@@ -96,6 +102,11 @@ def test_an_unknown_version_of_vllm_is_said_so(monkeypatch: pytest.MonkeyPatch, 
     note = version_note()
     assert (note is None) == known
     assert known or (found in str(note) and CONNECTOR_NAME in str(note))
+
+
+def test_the_extra_leaves_the_installed_vllm_alone() -> None:
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["vllm"]
+    assert extra == ["mmcache[blake3]"]
 
 
 # -- identity
@@ -313,3 +324,25 @@ def test_intervals_add_up_and_gauges_show_the_last_value() -> None:
 def test_every_metric_says_what_it_counts() -> None:
     assert len({metric.name for metric in METRICS}) == len(METRICS)
     assert all(metric.help.endswith(".") for metric in METRICS)
+
+
+# -- the page for operators
+
+
+def page_names(column: str) -> set[str]:
+    """Names in the first column of the page's table with this heading."""
+    page = (ROOT / "docs" / "vllm.md").read_text()
+    (table,) = re.findall(rf"^\| {re.escape(column)} \|[^\n]*\n((?:\|[^\n]*\n)+)", page, re.MULTILINE)
+    cells = [line.split("|")[1] for line in table.splitlines()[1:]]
+    return {name for cell in cells for name in re.findall(r"`([a-z_]+)", cell)}
+
+
+def test_it_lists_every_setting_every_metric_and_every_reason() -> None:
+    spec = find_spec("mmcache.engines.vllm")
+    assert spec is not None
+    (folder,) = spec.submodule_search_locations or ()
+    source = "".join(file.read_text() for file in Path(folder).glob("*.py"))
+    reasons = re.findall(r'"refused\.([a-z_]+)"|Refusal\("([a-z_]+)"\)', source)
+    assert page_names("setting") == {field.name for field in fields(Settings)}
+    assert page_names("metric (`vllm:mmcache_...`)") == {metric.name for metric in METRICS}
+    assert page_names("reason") == {first or second for first, second in reasons}

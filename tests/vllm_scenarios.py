@@ -222,13 +222,16 @@ def _until(reached: Callable[[], bool], ask: Callable[[int], Any]) -> None:
 
 
 def found_by_vllm(model: str, connector: None) -> Any:
-    """vLLM's own registries, with nothing but the installed entry point: the connector, twice, and its metrics."""
+    """vLLM's own registries, with nothing but the installed entry point: the connector, twice, and its metrics; and
+    what it says to a vLLM of a version that it was not written for."""
+    import logging
     from functools import partial
     from types import SimpleNamespace
 
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
     from vllm.plugins import load_general_plugins
+    from vllm_stages import Scheduler, engine_config
 
     import mmcache.engines.vllm as plugin
 
@@ -243,8 +246,15 @@ def found_by_vllm(model: str, connector: None) -> Any:
     later = found.build_ec_connector_stats({"hits.redis": 1, "store_up.redis": 0})
     metrics.observe(stats.aggregate(later).data)
     labels = {"model": "m", "tier": "redis"}
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("mmcache.vllm").addHandler(handler)
+    plugin.plugin.TESTED_VERSIONS = ("0.1",)
+    Scheduler(engine_config(model, "ec_both", {}, stages=1, ranks=1)).connector.shutdown()
     return {
         "connector": found.__name__,
+        "said": said,
         "hits": registry.get_sample_value("vllm:mmcache_hits_total", labels),
         "store_up": registry.get_sample_value("vllm:mmcache_store_up", labels),
     }

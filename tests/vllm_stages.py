@@ -77,7 +77,8 @@ class Workers:
 
     def __init__(self, config: Any) -> None:
         context = multiprocessing.get_context("fork")
-        meeting = f"file://{tempfile.mkdtemp()}/meeting"
+        self._folder = tempfile.TemporaryDirectory()
+        meeting = f"file://{self._folder.name}/meeting"
         self._pipes: list[Connection] = []
         for rank in range(config.parallel_config.world_size):
             ours, theirs = context.Pipe()

@@ -118,7 +118,7 @@ class Keyer:
                 return Refusal("given")
         if self._trust:
             try:
-                return Key(self._namespace, f"id:{feature.modality}:{feature.identifier}")
+                return Key(self._namespace, f"id:{feature.identifier}", feature.modality)
             except MMCacheError:
                 return Refusal("client_id")
         if not _DIGEST.match(feature.identifier):
@@ -154,7 +154,6 @@ class Keyer:
                 return Refusal("unhashable")  # whatever this is, it is not what an encoder sees
             if any(isinstance(value, Tensor) and value.device.type != "cpu" for value in fields.values()):
                 return Refusal("on_device")  # hashing it would make this process wait for the device
-            digest = self._hasher.digest("vllm-item-1", modality, dict(fields))
+            return Key(self._namespace, f"content:{self._hasher.digest('vllm-item-1', dict(fields))}", modality)
         except Exception:  # whatever a model's processor puts there, it must not end the thread, or wait for ever
             return Refusal("unhashable")
-        return Key(self._namespace, f"content:{digest}")
