@@ -125,7 +125,9 @@ def engine_config(folder: Path, **changes: Any) -> Any:
         mm_processor_kwargs=changes.get("mm_processor_kwargs"),
         media_io_kwargs={},
         mm_hasher_algorithm="blake3",
-        video_pruning_rate=None,
+        video_pruning_rate=0.5,
+        video_pruning_method=changes.get("pruning", "evs"),
+        mm_encoder_fp8_scale_path=changes.get("scales"),
         compute_hash=lambda: changes.get("encoder_hash", "h"),
     )
     model = SimpleNamespace(
@@ -135,6 +137,7 @@ def engine_config(folder: Path, **changes: Any) -> Any:
         multimodal_config=multimodal,
         hf_config=HfConfig(**changes.get("hf", {})),
         quantization=changes.get("quantization"),
+        quantization_config=changes.get("quantization_config"),
         dtype=changes.get("dtype", torch.float32),
     )
     load = SimpleNamespace(load_format=changes.get("load_format", "auto"))
@@ -177,6 +180,8 @@ def test_one_model_in_two_places_is_one_namespace(weights: Path, tmp_path: Path)
     [
         {"dtype": torch.bfloat16},
         {"quantization": "fp8"},
+        {"quantization_config": {"linear": "fp8_per_token"}},
+        {"pruning": "vidcom2"},
         {"salt": ""},
         {"salt": "tenant"},
         {"encoder_hash": "other attention"},
@@ -196,6 +201,19 @@ def test_other_files_are_another_namespace(weights: Path, name: str) -> None:
     before = fingerprint(weights)
     (weights / name).write_bytes(b"changed")
     assert fingerprint(weights) != before
+
+
+def test_other_scales_of_the_encoder_in_a_file_of_the_same_name_are_another_namespace(weights: Path) -> None:
+    scales = weights.parent / "scales.json"
+    scales.write_text('{"q": 1.0}')
+    before = fingerprint(weights, scales=str(scales))
+    assert fingerprint(weights, scales=str(scales)) == before
+    scales.write_text('{"q": 2.0}')
+    assert fingerprint(weights, scales=str(scales)) != before
+    scales.unlink()
+    with pytest.raises(ConfigError) as error:
+        fingerprint(weights, scales=str(scales))
+    assert error.value.field == "mm_encoder_fp8_scale_path"
 
 
 def test_files_that_only_touch_text_do_not_count(weights: Path) -> None:

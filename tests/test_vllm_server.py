@@ -143,6 +143,8 @@ def test_what_one_server_encoded_the_other_loads_and_both_answer_alike(servers: 
     assert two.metric("loads_total") == two.metric("store_hits_total") == len(seeds)
     assert two.metric("encodes_total") == 0
     assert two.metric("load_seconds_total") > 0
+    assert two.metric("deferred_total") >= 1
+    assert two.metric("deferred_seconds_total") > 0
 
 
 def test_data_parallel_engines_share_the_store(servers: tuple[Server, Server]) -> None:

@@ -35,11 +35,21 @@ READ = {  # what is read of vLLM's objects, by class and the module that defines
         "hf_config",
         "is_encoder_decoder",
         "model",
+        "model_weights",
         "multimodal_config",
         "quantization",
+        "quantization_config",
         "revision",
     },
-    ("vllm.config.multimodal", "MultiModalConfig"): {"compute_hash", "media_io_kwargs", "mm_processor_kwargs"},
+    ("vllm.config.multimodal", "MultiModalConfig"): {
+        "compute_hash",
+        "media_io_kwargs",
+        "mm_encoder_fp8_scale_path",
+        "mm_hasher_algorithm",
+        "mm_processor_kwargs",
+        "video_pruning_method",
+        "video_pruning_rate",
+    },
     ("vllm.config.parallel", "ParallelConfig"): {"data_parallel_index", "data_parallel_rank", "rank", "world_size"},
     ("vllm.config.scheduler", "SchedulerConfig"): {"max_num_batched_tokens"},
     ("vllm.config.vllm", "VllmConfig"): {
@@ -51,7 +61,9 @@ READ = {  # what is read of vLLM's objects, by class and the module that defines
         "num_speculative_tokens",
         "parallel_config",
         "scheduler_config",
+        "weight_transfer_config",
     },
+    ("vllm.config.lora", "LoRAConfig"): {"enable_tower_connector_lora"},
     ("vllm.config.load", "LoadConfig"): {"load_format"},
     ("vllm.multimodal.inputs", "MultiModalFeatureSpec"): {"data", "identifier", "mm_position", "modality"},
     ("vllm.multimodal.inputs", "PlaceholderRange"): {"get_num_embeds", "length", "offset"},
@@ -238,3 +250,15 @@ def test_a_request_is_prepared_before_its_items_are_asked_for(source: Path) -> N
 def test_what_is_read_of_its_objects_is_there(source: Path, where: tuple[str, str], names: set[str]) -> None:
     found = members(class_of(module(source, where[0]), where[1]))
     assert names <= found, names - found
+
+
+def test_what_is_asked_for_with_a_default_is_looked_up_here_too() -> None:
+    """A name that vLLM no longer has would be missed in silence."""
+    asked = {
+        node.args[1].value
+        for tree in ours().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and isinstance(node.args[1], ast.Constant)
+    }
+    assert "video_pruning_method" in asked
+    assert asked <= set().union(*READ.values())

@@ -40,7 +40,7 @@ def engine_namespace(config: Any, *, salt: str | None, weights_id: str | None, s
         version: vLLM's.
 
     Raises:
-        ConfigError: the weights are not local files, and the operator gives them no name.
+        ConfigError: the weights are not local files, and the operator gives them no name; a file cannot be read.
     """
     model = config.model_config
     multimodal = model.multimodal_config
@@ -56,13 +56,17 @@ def engine_namespace(config: Any, *, salt: str | None, weights_id: str | None, s
     settings = {
         "vllm": version,
         "config": _digest(_without_places(model.hf_config.to_dict())),
-        "quantization": str(model.quantization),
+        "quantization": [str(model.quantization), _plain(getattr(model, "quantization_config", None))],
         "processor files": _small_files(folder) if folder is not None else {},
         "processor settings": _plain(getattr(multimodal, "mm_processor_kwargs", None)),
         "media settings": _plain(getattr(multimodal, "media_io_kwargs", None)),
         "hash algorithm": str(getattr(multimodal, "mm_hasher_algorithm", "")),
         "encoder settings": multimodal.compute_hash() if multimodal is not None else "",
-        "pruning": str(getattr(multimodal, "video_pruning_rate", None)),
+        "encoder scales": _scales(getattr(multimodal, "mm_encoder_fp8_scale_path", None)),
+        "pruning": [
+            str(getattr(multimodal, "video_pruning_rate", None)),
+            str(getattr(multimodal, "video_pruning_method", None)),
+        ],
     }
     return Namespace(
         model=type(model.hf_config).__name__,
@@ -133,6 +137,16 @@ def _small_files(folder: Path) -> dict[str, str]:
         for file in sorted(found)
         if not file.name.startswith(_TEXT_ONLY) and not file.name.endswith(".index.json")
     }
+
+
+def _scales(path: str | None) -> str:
+    """What is in the file of the encoder's scales: vLLM's own digest has only its name."""
+    if path is None:
+        return ""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error}", field="mm_encoder_fp8_scale_path", found=path) from error
 
 
 def _without_places(value: Any) -> Any:
