@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from builders import ROW_BYTES, images, request, rows_of
+from builders import ROW_BYTES, WIDTH, images, request, rows_of
 from tier_faults import FaultyTier
 from tier_helpers import until
 
@@ -64,6 +65,40 @@ def learn(cache: MultimodalCache, req: MultimodalRequest) -> None:
     keys = [cache._tiers.key(req, item.identifier, item.modality) for item in req.items]
     until(lambda: cache._tiers.tiers.known(keys) == set(keys))
     cache.announce(req)
+
+
+def test_nothing_in_a_scheduler_s_path_waits_for_a_tier_that_hangs() -> None:
+    tier = FaultyTier(MemoryTier(1 << 20))
+    cache = make(tier, rows=8, tier_deadline=600.0)
+    tier.hang()
+    done: list[str] = []
+
+    def steps() -> None:
+        for name in "abcab":
+            req = one_image(f"r{len(done)}", name)
+            cache.announce(req)
+            with cache.lookup(req, num_computed_tokens=0) as lookup:
+                if lookup.missing:
+                    cache.insert(lookup, [rows_of(name, 4)])
+                if not lookup.in_flight:  # else it comes from what waits to be written, on another thread
+                    lookup.merge_into(torch.zeros(6, WIDTH))
+                lookup.poll()
+            cache.commit(req, 6)
+            cache.finish(req)
+            cache.withdraw(req)
+            cache.stats()
+            cache.tier_stats()
+            done.append(name)
+        cache.invalidate(identifier="a")
+        cache.clear()
+
+    engine = threading.Thread(target=steps, daemon=True)
+    engine.start()
+    engine.join(30)
+    assert "".join(done) == "abcab"
+    assert not engine.is_alive()
+    tier.go_on()
+    cache.close()
 
 
 def test_what_was_evicted_is_loaded_and_not_encoded_again() -> None:

@@ -42,7 +42,7 @@ def test_ls_shows_what_there_is(directory, capsys):
     assert len(lines) == 4
     (line,) = (line for line in lines if line.endswith(f"{key_of('b').namespace} b"))
     assert f" {SIZE} " in line
-    assert "4 x 16 float32" in line
+    assert "  image 4 x 16 float32  " in line
     assert len(run(capsys, "ls", directory, "--limit", 2)[1].splitlines()) == 2
 
 

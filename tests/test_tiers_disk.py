@@ -6,6 +6,7 @@ import re
 import sqlite3
 import time
 
+import numpy as np
 import pytest
 import torch
 from tier_disks import SIZE, Child, check_whole, files, path_of
@@ -51,6 +52,22 @@ class TestFiles:
         tier.remove_many([key])
         write(tier, "a")
         assert same_bits(read(tier, key)["a"], rows_of("a"))
+
+    def test_a_read_is_one_call_into_the_memory_that_is_returned(self, tmp_path, monkeypatch):
+        tier = DiskTier(tmp_path, 1 << 20)
+        keys = write(tier, "a", "b")
+        reads = []
+
+        def preadv(fd, buffers, offset, real=os.preadv):
+            reads.append([np.asarray(buffer).__array_interface__["data"][0] for buffer in buffers][-1])
+            return real(fd, buffers, offset)
+
+        monkeypatch.setattr(os, "preadv", preadv)
+        for name in ("read", "pread", "readv"):
+            monkeypatch.setattr(os, name, None)
+        found = tier.get_many(keys)
+        assert reads == [entry.payload.data_ptr() for entry in found.values()]
+        tier.close()
 
     def test_a_file_that_has_grown_beyond_the_budget_is_not_read_whole(self, tmp_path):
         tier = DiskTier(tmp_path, 10 * SIZE)
@@ -205,6 +222,30 @@ class TestSharing:
         tier = DiskTier(tmp_path, 3 * SIZE)
         assert len(files(tmp_path)) == 3
         assert set(read(tier, *keys)) >= {"a", "b"}
+
+    @pytest.mark.parametrize("entries", [100, 3000])
+    def test_what_evicting_costs_does_not_depend_on_what_is_held(self, tmp_path, monkeypatch, entries):
+        steps = []
+        connect = sqlite3.connect
+
+        def watched(*arguments, **options):
+            db = connect(*arguments, **options)
+            db.set_progress_handler(lambda: steps.append(1) and None, 10)  # of SQLite's virtual machine
+            return db
+
+        monkeypatch.setattr(sqlite3, "connect", watched)
+        tier = DiskTier(tmp_path, entries * SIZE)
+        write(tier, *(f"k{n:04}" for n in range(entries)))
+        listed = []
+        monkeypatch.setattr(os, "listdir", listed.append)
+        steps.clear()
+        (key,) = write(tier, "one more")
+        assert tier.get_many([key])
+        assert tier.usage().entries == entries
+        assert 0 < len(steps) < 150  # tens for each row that is looked at
+        assert listed == []
+        monkeypatch.undo()
+        tier.close()
 
     def test_prune_evicts_to_a_size(self, tmp_path):
         tier = DiskTier(tmp_path, 10 * SIZE)

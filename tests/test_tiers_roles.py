@@ -129,6 +129,24 @@ def test_metadata_alone_and_no_rows_is_a_typed_error_for_that_request(engines, p
     assert engine.prefill(request("next", TOKENS, images(*SPANS), salt="s")).shape == (TOKENS, WIDTH)
 
 
+def test_where_the_features_can_be_fetched_a_miss_is_a_local_encode(engines, published):
+    """The error names what has to be fetched, and nothing else; the same request goes on with it."""
+    encoder = engines()
+    encoder.store.remove([encoder.key(request("r", TOKENS, images(*SPANS), salt="s"), 1)])
+    assert encoder.store.flush(10)
+    engine = engines()
+    req = request("metadata", TOKENS, without_fields(images(*SPANS)), salt="s")
+    with pytest.raises(MissingContentError) as caught:
+        engine.prefill(req)
+    assert caught.value.items == (1,)
+    engine.cache.finish(req)
+    whole = images(*SPANS)
+    items = [whole[index] if index in caught.value.items else item for index, item in enumerate(req.items)]
+    merged = engine.prefill(request("metadata", TOKENS, items, salt="s"))
+    assert same_bits(merged, published)
+    assert engine.encoded == ["b"]
+
+
 def test_another_tenant_encodes_its_own(engines, published):
     engine = engines()
     merged = engine.prefill(request("tenant", TOKENS, images(*SPANS), salt="t"))

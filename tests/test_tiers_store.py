@@ -10,7 +10,7 @@ from tier_faults import FaultyTier
 from tier_helpers import NAMESPACE, key_of, rows_of, same_bits, until, write
 
 from mmcache.errors import ConfigError
-from mmcache.tiers import DiskTier, Expected, MemoryTier, TieredStore
+from mmcache.tiers import DiskTier, Expected, MemoryTier, TieredStore, encode_entry
 
 GATE = 60.0  # a deadline that no test means to reach
 
@@ -121,17 +121,31 @@ class TestRows:
         store.flush(10)
         assert same_bits(store.fetch([key])[key], rows_of("deep", 4, 24))
 
-    def test_rows_that_do_not_fit_the_asker_are_missing_and_dropped(self, make):
+    @pytest.mark.parametrize("wanted", [Expected(rows=5), Expected(width=8), Expected(dtype=torch.bfloat16)])
+    def test_rows_that_do_not_fit_the_asker_are_missing_and_dropped(self, make, wanted):
         store = make()
         (key,) = put(store, "a")
         store.flush(10)
-        assert store.fetch({key: Expected(rows=5)}) == {}
+        assert store.fetch({key: wanted}) == {}
         store.flush(10)
         assert store.fetch([key]) == {}
         assert balanced(store).tiers[0].reasons == {"mismatch": 1}
         put(store, "a")
         store.flush(10)
         assert key in store.fetch({key: Expected(4, 16, torch.float32)})
+
+    @pytest.mark.parametrize("part", ["namespace", "modality", "identifier"])
+    def test_what_was_stored_under_another_key_is_missing_and_dropped(self, make, part):
+        tier = MemoryTier(1 << 20)
+        store = make(tier)
+        key = store.key("a", "image")
+        others = {"namespace": {"salt": "s"}, "modality": {"modality": "video"}, "identifier": {"identifier": "b"}}
+        other = store.key(**{"identifier": "a", "modality": "image"} | others[part])
+        tier.put_many({key: encode_entry(other, rows_of("a"))})
+        assert store.fetch([key]) == {}
+        store.flush(10)
+        assert balanced(store).tiers[0].reasons == {part: 1}
+        assert tier.usage().entries == 0
 
     @pytest.mark.parametrize("rows", [torch.zeros(3), torch.zeros(2, 2, dtype=torch.int32), torch.zeros(1, 2, 3)])
     def test_what_cannot_be_stored_is_refused_and_counted(self, make, rows):

@@ -36,7 +36,7 @@ def add_store_commands(subparsers: Subparsers) -> None:
     store = subparsers.add_parser("store", help="look after stored embeddings")
     actions = store.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, function, text in (
-        ("ls", _ls, "list entries: name, bytes, rows x width, dtype, namespace, identifier"),
+        ("ls", _ls, "list entries: name, bytes, last use, modality, rows x width, dtype, namespace, identifier"),
         ("stat", _stat, "entries and bytes, in all and by namespace"),
         ("verify", _verify, "read every entry, report damage and, with --remove, remove it"),
         ("prune", _prune, "shrink a directory to a size, least recently used first"),
@@ -88,6 +88,7 @@ def _ls(tier: Tier, arguments: argparse.Namespace) -> int:
                     info = read_header(entry.header)
                     levels = f" in {info.levels} levels" if info.levels > 1 else ""
                     shape = f"{info.rows} x {info.width}{levels} {str(info.dtype).removeprefix('torch.')}"
+                    shape = f"{info.key.modality} {shape}".strip()
                 except DamagedEntryError as error:
                     shape = f"damaged: {error.reason}"
             key = f"{stored.key.namespace} {stored.key.identifier}" if stored.key is not None else "foreign"

@@ -26,7 +26,7 @@ from threading import Lock
 
 from mmcache.errors import ConfigError, TierError
 from mmcache.tiers.arguments import check_entries, check_name, check_whole, keys_of
-from mmcache.tiers.disk_files import EntryFiles
+from mmcache.tiers.disk_files import CondemnedFiles, EntryFiles
 from mmcache.tiers.disk_index import DiskIndex, IndexRow, Notes
 from mmcache.tiers.disk_recovery import announce_owner, drop_dead_reservations, recover, start_anew
 from mmcache.tiers.entry import Entry, check_pinning, host_bytes
@@ -82,7 +82,7 @@ class DiskTier:
         self._files = EntryFiles(self.directory, self._owner, largest=capacity_bytes, pinned=pinned)
         self._lock = Lock()
         self._notes = Notes()
-        self._condemned: set[str] = set()
+        self._condemned = CondemnedFiles(self._files)
         self._opening = Lock()
         self._index: DiskIndex | None = None
         self._owner_fd = -1
@@ -167,11 +167,8 @@ class DiskTier:
 
     def clear(self, namespace: str | None = None) -> int:
         """See `Tier`."""
-        index = self._opened()
-        try:
+        with self._asking() as index:
             names = [row.name for row in index.published(namespace)]
-        except sqlite3.Error as error:
-            raise TierError(f"the index failed: {error}", field=self.name) from error
         return sum(self._remove(names[start : start + _PAGE]) for start in range(0, len(names), _PAGE))
 
     def prune(self, target_bytes: int) -> int:
@@ -186,9 +183,8 @@ class DiskTier:
     def remove_strays(self, *, dry_run: bool = False) -> int:
         """Files that the index does not know, which only a damaged index leaves; their number, and they are removed
         unless `dry_run`."""
-        index = self._opened()
         strays = 0
-        try:
+        with self._asking() as index:
             for shard in self._files.shards():
                 names = self._files.names(shard)
                 for start in range(0, len(names), _PAGE):
@@ -197,26 +193,18 @@ class DiskTier:
                     for name in page:
                         if name not in known:
                             strays += 1 if dry_run else self._files.unlink(name)
-        except (OSError, sqlite3.Error) as error:
-            raise TierError(f"the directory failed: {error}", field=self.name) from error
         return strays
 
     def scan(self) -> Iterator[StoredEntry]:
         """See `Tier`."""
-        index = self._opened()
-        try:
+        with self._asking() as index:
             for row in index.published():
                 yield StoredEntry(row.name, row.key, row.nbytes, row.used / 1e9)
-        except sqlite3.Error as error:
-            raise TierError(f"the index failed: {error}", field=self.name) from error
 
     def usage(self) -> TierUsage:
         """See `Tier`. Reservations count."""
-        index = self._opened()
-        try:
+        with self._asking() as index:
             entries, nbytes = index.totals()
-        except sqlite3.Error as error:
-            raise TierError(f"the index failed: {error}", field=self.name) from error
         return TierUsage(entries, nbytes, self._capacity)
 
     def close(self) -> None:
@@ -264,6 +252,7 @@ class DiskTier:
         for part in ("objects", "owners", "writing"):
             (self.directory / part).mkdir(mode=0o700, exist_ok=True)
         path = self.directory / "index.sqlite3"
+        self._condemned = CondemnedFiles(self._files)
         self._owner_fd = announce_owner(self.directory, self._owner)
         try:
             try:
@@ -292,6 +281,14 @@ class DiskTier:
             os.close(fd)
 
     # -- one operation
+
+    @contextmanager
+    def _asking(self) -> Iterator[DiskIndex]:
+        index = self._opened()
+        try:
+            yield index
+        except (OSError, sqlite3.Error) as error:
+            raise TierError(f"the directory failed: {error}", field=self.name) from error
 
     @contextmanager
     def _changing(self) -> Iterator[tuple[DiskIndex, sqlite3.Connection]]:
@@ -362,22 +359,10 @@ class DiskTier:
             self._settle()
 
     def _unlink(self, names: Set[str]) -> int:
-        """Remove the files of entries that were condemned just now; the number that were there.
-
-        What cannot be removed is tried again whenever others are.
-        """
+        """Remove the files of entries that were condemned just now; the number that were there."""
+        there, gone, failed = self._condemned.remove(names)
         with self._lock:
-            condemned, self._condemned = names | self._condemned, set()  # nobody else's from here on
-        there = 0
-        failed: dict[str, OSError] = {}
-        for name in condemned:
-            try:
-                there += self._files.unlink(name)
-            except OSError as error:
-                failed[name] = error
-        with self._lock:
-            self._notes.gone.update(condemned - failed.keys())
-            self._condemned |= failed.keys()
+            self._notes.gone.update(gone)
         for name in names & failed.keys():
             raise failed[name]
         return there

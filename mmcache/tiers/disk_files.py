@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Set
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from threading import Lock
 
 from mmcache.errors import DamagedEntryError
 from mmcache.tiers.entry import Entry, header_bytes, host_bytes, read_header, writable_view
 from mmcache.tiers.keys import Key
 
-__all__ = ["EntryFiles"]
+__all__ = ["CondemnedFiles", "EntryFiles"]
 
 _LARGE = 64 << 20
 
@@ -103,6 +105,35 @@ class EntryFiles:
         finally:
             os.close(fd)
         return Entry(bytes(header), payload if done == len(view) else payload[: max(0, done)])
+
+
+class CondemnedFiles:
+    """Files that are to go. What cannot be removed is tried again whenever others are.
+
+    Args:
+        files: where they are.
+    """
+
+    def __init__(self, files: EntryFiles) -> None:
+        self._files = files
+        self._waiting: set[str] = set()
+        self._lock = Lock()
+
+    def remove(self, names: Set[str]) -> tuple[int, set[str], dict[str, OSError]]:
+        """Remove these and those that wait: the number that were there, names of which there is no file now, and why
+        others could not be removed."""
+        with self._lock:
+            condemned, self._waiting = names | self._waiting, set()  # nobody else's from here on
+        there = 0
+        failed: dict[str, OSError] = {}
+        for name in condemned:
+            try:
+                there += self._files.unlink(name)
+            except OSError as error:
+                failed[name] = error
+        with self._lock:
+            self._waiting |= failed.keys()
+        return there, condemned - failed.keys(), failed
 
 
 def _says(header: bytes, size: int) -> bool:

@@ -1,19 +1,19 @@
-"""Redis and Mooncake as they really fail: refused, hanging, killed under way, restarted empty, full, tampered with."""
+"""Redis as it really fails: refused, hanging, killed under way, restarted empty, full, tampered with; and claims."""
 
 import os
 import shutil
 import signal
 import subprocess
-import threading
 import time
 
 import pytest
 import torch
 from tier_helpers import NAMESPACE, WEAK, key_of, read, rows_of, same_bits, until, write
-from tier_servers import MooncakeCluster, RedisServer, free_port, running
+from tier_outages import outage, traffic_while
+from tier_servers import RedisServer, free_port, running
 
-from mmcache.errors import ConfigError, DamagedEntryError, TierError
-from mmcache.tiers import EncodeClaims, MooncakeTier, RedisTier, TieredStore, decode_entry, encode_entry
+from mmcache.errors import ConfigError, TierError
+from mmcache.tiers import EncodeClaims, RedisTier, TieredStore, encode_entry
 
 pytestmark = pytest.mark.server
 
@@ -24,39 +24,10 @@ def redis_server():
         yield server
 
 
-@pytest.fixture
-def cluster():
-    with running(MooncakeCluster) as cluster:
-        yield cluster
-
-
 def raw(server):
     import redis
 
     return redis.Redis.from_url(server.url)
-
-
-def outage(store, breaks, mends, seconds=30.0):
-    """Look-ups before, during and after an outage: never an error, never wrong rows; the tier comes back by itself."""
-    keys = [store.key(f"k{n}", "image") for n in range(12)]
-    for key in keys[:4]:
-        store.put(key, rows_of(key.identifier))
-    assert store.flush(20)
-    assert len(store.fetch(keys)) == 4
-    breaks()
-    for key in keys:
-        store.put(key, rows_of(key.identifier))
-        for found, rows in store.fetch([key]).items():
-            assert same_bits(rows, rows_of(found.identifier))
-    mends()
-
-    def works():
-        store.put(keys[11], rows_of("k11"))
-        return store.flush(5) and store.stats().tiers[0].closed and store.fetch([keys[11]])
-
-    until(works, seconds)
-    for found, rows in store.fetch(keys).items():
-        assert same_bits(rows, rows_of(found.identifier))
 
 
 class TestRedis:
@@ -96,35 +67,7 @@ class TestRedis:
 
     def test_killed_during_gets_and_puts(self, redis_server):
         with TieredStore([RedisTier(redis_server.url, timeout=0.3)], namespace=NAMESPACE, deadline=0.5) as store:
-            stop = threading.Event()
-            wrong, failed = [], []
-
-            def work(number):
-                step = 0
-                while not stop.is_set():
-                    step += 1
-                    names = [f"w{(number * 5 + step + i) % 30}" for i in range(4)]
-                    try:
-                        for name in names:
-                            store.put(store.key(name, "image"), rows_of(name, 64, 256))
-                        for key, rows in store.fetch([store.key(name, "image") for name in names]).items():
-                            if not same_bits(rows, rows_of(key.identifier, 64, 256)):
-                                wrong.append(key)
-                    except Exception as error:
-                        failed.append(error)
-
-            threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
-            for thread in threads:
-                thread.start()
-            for _ in range(3):
-                time.sleep(0.15)
-                redis_server.kill()
-                time.sleep(0.1)
-                redis_server.start()
-            stop.set()
-            for thread in threads:
-                thread.join()
-            assert (wrong, failed) == ([], [])
+            traffic_while(store, [redis_server.kill, redis_server.start] * 3)
 
     def test_a_half_written_a_tampered_and_a_foreign_value(self, redis_server):
         client = raw(redis_server)
@@ -150,6 +93,27 @@ class TestRedis:
                 assert store.flush(10)
                 assert same_bits(store.fetch([key])[key], rows_of(damage))
             assert store.stats().tiers[0].damaged == 4
+
+    def test_a_call_is_one_round_trip(self, redis_server, monkeypatch):
+        from redis.client import Pipeline, Redis
+
+        trips = []
+        for kind, method in ((Pipeline, "execute"), (Redis, "execute_command")):
+            real = getattr(kind, method)
+            monkeypatch.setattr(
+                kind, method, lambda *a, real=real, method=method, **k: trips.append(method) or real(*a, **k)
+            )
+        tier = RedisTier(redis_server.url)
+        keys = [key_of(f"k{number}") for number in range(20)]
+        for call in (
+            lambda: tier.put_many({key: encode_entry(key, rows_of(key.identifier)) for key in keys}),
+            lambda: tier.get_many(keys),
+            lambda: tier.contains_many(keys),
+            lambda: tier.remove_many(keys),
+        ):
+            trips.clear()
+            call()
+            assert trips == ["execute"]
 
     def test_a_value_that_is_too_large_is_not_read_whole(self, redis_server):
         tier = RedisTier(redis_server.url, largest_entry=10_000)
@@ -318,95 +282,3 @@ class TestClaims:
         assert list(tier.scan()) == []
         assert tier.clear() == 0
         claims.close()
-
-
-class TestMooncake:
-    @pytest.mark.parametrize("master", ["", "host", "host:port", ":50051"])
-    def test_an_address_that_cannot_be_read_is_an_error(self, master):
-        with pytest.raises(ConfigError):
-            MooncakeTier(master)
-
-    def test_nobody_listens(self):
-        if why := MooncakeCluster.why_not():
-            pytest.skip(why)
-        tier = MooncakeTier(f"127.0.0.1:{free_port()}", timeout=0.2)
-        with pytest.raises(TierError):
-            tier.get_many([key_of("a")])
-        with pytest.raises(TierError):
-            write(tier, "a")
-        tier.close()
-
-    def test_weak_digests_are_refused_unless_all_trust_each_other(self, cluster):
-        with pytest.raises(ConfigError):
-            TieredStore([MooncakeTier(cluster.address)], namespace=WEAK)
-
-    @pytest.mark.slow
-    def test_a_holder_that_dies_takes_its_objects_along(self, cluster):
-        with TieredStore([MooncakeTier(cluster.address)], namespace=NAMESPACE, deadline=3.0) as store:
-            keys = [store.key(f"k{n}", "image") for n in range(3)]
-            for key in keys:
-                store.put(key, rows_of(key.identifier))
-            assert store.flush(10)
-            assert len(store.fetch(keys)) == 3
-            cluster.kill_holder()
-            assert store.fetch(keys) == {}  # though the master still lists them
-            assert store.known(keys) == set()
-            assert store.stats().tiers[0].errors == 0
-            cluster.start_holder()
-
-            def stored_again():
-                for key in keys:
-                    store.put(key, rows_of(key.identifier))
-                store.flush(5)
-                return len(store.fetch(keys)) == 3
-
-            until(stored_again, 40)
-
-    @pytest.mark.slow
-    def test_a_master_that_is_killed_and_restarted_empty(self, cluster):
-        with TieredStore([MooncakeTier(cluster.address)], namespace=NAMESPACE, deadline=0.5) as store:
-
-            def mends():
-                cluster.start_master()
-                cluster.kill_holder()
-                cluster.start_holder()
-
-            outage(store, cluster.kill_master, mends, 60)
-
-    def test_a_store_without_room_is_a_slower_cache(self):
-        with (
-            running(MooncakeCluster, 16 << 20) as cluster,
-            TieredStore([MooncakeTier(cluster.address)], namespace=NAMESPACE) as store,
-        ):
-            keys = [store.key(f"e{n}", "image") for n in range(40)]
-            for key in keys:
-                store.put(key, rows_of(key.identifier, 1024, 256))
-            assert store.flush(60)
-            for key, rows in store.fetch(keys).items():
-                assert same_bits(rows, rows_of(key.identifier, 1024, 256))
-            stats = store.stats().tiers[0]
-            assert stats.stored + stats.dropped == 40
-
-    def test_a_damaged_object_is_replaced_although_puts_do_not_replace(self, cluster):
-        tier = MooncakeTier(cluster.address)
-        key = key_of("a")
-        tier.put_many({key: encode_entry(key, rows_of("b"))})
-        write(tier, "a")
-        good = encode_entry(key, rows_of("a"))
-        assert torch.equal(tier.get_many([key])[key].payload, encode_entry(key, rows_of("b")).payload)
-        tier.remove_many([key])  # though a reader's lease is fresh
-        write(tier, "a")
-        assert torch.equal(tier.get_many([key])[key].payload, good.payload)
-        tier.close()
-
-    def test_an_object_that_is_too_large_is_not_fetched(self, cluster):
-        tier = MooncakeTier(cluster.address)
-        big = key_of("big")
-        tier.put_many({big: encode_entry(big, torch.zeros(100, 100))})
-        tier.close()
-        small = MooncakeTier(cluster.address, largest_entry=1000)
-        (entry,) = small.get_many([big]).values()
-        assert entry.nbytes == 0
-        with pytest.raises(DamagedEntryError):
-            decode_entry(big, entry)
-        small.close()
