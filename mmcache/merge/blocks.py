@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
+from torch import Tensor
 
-__all__ = ["Block", "Positions", "are_short", "evenly_spaced"]
+from mmcache.merge.records import Flags
 
-# Runs shorter than both on average are cheaper to write by fancy indexing: a call for a run costs what indexing costs
-# for some twenty rows, and no longer matters where a run is large (measured with rows of 128 bytes to 8 KB). Copies of
-# bits push the interpreter out of the processor's cache, so that for them it matters longer.
-_SHORT_RUN = 24
-_SHORT_RUN_BYTES = 64 << 10
-_SHORT_COPY_BYTES = 256 << 10
+__all__ = ["Block", "Positions", "blocks_of", "edges_of", "ends_of", "evenly_spaced"]
+
+# Runs of fewer rows on average are described by the position of each row: quicker to make and to send.
+_SHORT_RUN = 8
 
 Positions: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 
@@ -25,9 +25,9 @@ class Block:
     """Rows `[first, first + count)` of a source, and where they go.
 
     Attributes:
-        first, count: the rows.
+        first, count: the rows; at least one.
         runs: (start, length) in rows of the destination, in order; or None where `positions` is given.
-        positions: destination row of each source row, int64 `[count]`; or None where `runs` is given.
+        positions: destination row of each source row, int64 `[count]`, in order; or None where `runs` is given.
     """
 
     first: int
@@ -43,11 +43,66 @@ class Block:
         before = np.cumsum(runs[:, 1]) - runs[:, 1]
         return np.repeat(runs[:, 0] - before, runs[:, 1]) + np.arange(self.count)
 
+    def flags(self) -> tuple[int, Flags]:
+        """The first row of the destination, and which rows from there on receive one."""
+        if self.runs is None:
+            assert self.positions is not None
+            start = int(self.positions[0])
+            flags = np.zeros(int(self.positions[-1]) + 1 - start, np.bool_)
+            flags[self.positions - start] = True
+            return start, flags
+        start = self.runs[0][0]
+        flags = np.zeros(sum(self.runs[-1]) - start, np.bool_)
+        for begin, length in self.runs:
+            flags[begin - start : begin - start + length] = True
+        return start, flags
 
-def are_short(runs: int, rows: int, row_bytes: int, *, bits: bool = False) -> bool:
-    """Whether `runs` runs of `rows` rows together are better written by index than one by one; `bits`: by numpy."""
-    most = _SHORT_COPY_BYTES if bits else _SHORT_RUN_BYTES
-    return runs > 1 and rows < runs * _SHORT_RUN and rows * row_bytes < runs * most
+
+def edges_of(flags: Flags) -> Positions:
+    """Where runs of True begin and end, alternating."""
+    padded = np.zeros(len(flags) + 2, np.bool_)
+    padded[1:-1] = flags
+    edges: Positions = (padded[1:] != padded[:-1]).nonzero()[0]
+    return edges
+
+
+def blocks_of(sources: Iterable[Tensor], flags: Flags) -> Iterator[tuple[Tensor, Block]]:
+    """Each source `[n, width]` and where its rows go, if the sources fill the True flags in order."""
+    edges = edges_of(flags)
+    short = int(np.count_nonzero(flags)) < len(edges) // 2 * _SHORT_RUN
+    positions = flags.nonzero()[0] if short else None
+    edge = iter(edges.tolist())
+    done = start = end = 0
+    for source in sources:
+        left = count = source.shape[0]
+        if not count:
+            continue
+        if positions is not None:
+            yield source, Block(0, count, None, positions[done : done + count])
+            done += count
+            continue
+        runs = []
+        while left:
+            if start == end:
+                start, end = next(edge), next(edge)
+            length = min(left, end - start)
+            runs.append((start, length))
+            start += length
+            left -= length
+        yield source, Block(0, count, runs)
+
+
+def ends_of(flags: Flags) -> Callable[[int], int]:
+    """A function of a number of rows, at least one: behind which position they end that fill the first True flags."""
+    edges = edges_of(flags)
+    lengths = edges[1::2] - edges[::2]
+    stops, before = edges[1::2].tolist(), np.cumsum(lengths).tolist()
+
+    def end_of(rows: int) -> int:
+        run = bisect_left(before, rows)
+        return int(stops[run] - before[run] + rows)
+
+    return end_of
 
 
 def evenly_spaced(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int, int]]:

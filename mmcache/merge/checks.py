@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from operator import ne
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
 from mmcache.errors import EmbeddingError
+from mmcache.merge.records import Flags, flags_of
 
-__all__ = ["check_rows", "extent", "overlap", "rows_of"]
+__all__ = ["FLOATS", "check_rows", "checked_flags", "extent", "is_tensor", "overlap", "rows_of"]
 
-# Two numbers a byte: a tensor of it is not of the width that its shape says, and PyTorch does not convert it.
-_PACKED = getattr(torch, "float4_e2m1fn_x2", None)
+# What rows may be of. Not of two numbers a byte: such a tensor is not of the width that its shape says, and PyTorch
+# does not convert it.
+FLOATS = frozenset(
+    dtype
+    for name, dtype in vars(torch).items()
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and name != "float4_e2m1fn_x2"
+)
 
 
 def rows_of(inputs_embeds: Tensor) -> Tensor:
@@ -22,11 +29,7 @@ def rows_of(inputs_embeds: Tensor) -> Tensor:
         EmbeddingError: it is no dense floating-point tensor of two or more dimensions, its rows overlap, it cannot be
             seen as one run of rows without a copy, or autograd forbids writing to it.
     """
-    if (
-        (type(inputs_embeds) is not Tensor and not isinstance(inputs_embeds, Tensor))
-        or inputs_embeds.dim() < 2
-        or not _holds_numbers(inputs_embeds)
-    ):
+    if not is_tensor(inputs_embeds) or inputs_embeds.dim() < 2 or not _holds_numbers(inputs_embeds):
         raise EmbeddingError(
             "inputs_embeds is a dense floating-point tensor [tokens, width]", found=_described(inputs_embeds)
         )
@@ -49,6 +52,27 @@ def rows_of(inputs_embeds: Tensor) -> Tensor:
                 found=_described(inputs_embeds),
             )
     return target
+
+
+def checked_flags(is_multimodal: Tensor, inputs_embeds: Tensor) -> Flags:
+    """The mask as a one-dimensional array.
+
+    Raises:
+        EmbeddingError: it is no boolean tensor on the CPU with one entry for each row of `inputs_embeds`.
+    """
+    if not is_tensor(is_multimodal) or is_multimodal.dtype is not torch.bool:
+        found = is_multimodal.dtype if is_tensor(is_multimodal) else type(is_multimodal).__name__
+        raise EmbeddingError("is_multimodal is a tensor of dtype torch.bool", found=found)
+    if not is_multimodal.is_cpu:
+        raise EmbeddingError("is_multimodal stays on the CPU: reading it must not wait", found=is_multimodal.device)
+    shape, wanted = is_multimodal.shape, inputs_embeds.shape
+    if len(shape) != len(wanted) - 1 or any(map(ne, shape, wanted)):
+        raise EmbeddingError(
+            "is_multimodal has one entry for each row of inputs_embeds",
+            expected=tuple(wanted[:-1]),
+            found=tuple(shape),
+        )
+    return flags_of(is_multimodal)
 
 
 def check_rows(source: Tensor, width: int, **where: Any) -> None:
@@ -90,8 +114,13 @@ def _overlaps_itself(target: Tensor) -> bool:
     return False
 
 
+def is_tensor(value: object) -> TypeGuard[Tensor]:
+    """As `isinstance`, which asks a metaclass, but quicker for plain tensors."""
+    return type(value) is Tensor or isinstance(value, Tensor)
+
+
 def _holds_numbers(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.layout is torch.strided and tensor.dtype is not _PACKED
+    return tensor.dtype in FLOATS and tensor.layout is torch.strided
 
 
 def _described(value: object) -> str:

@@ -1,24 +1,24 @@
-"""Writing blocks of rows to a destination on the CPU: one pass over the rows, converting as it goes, on one thread.
+"""Writing rows to a destination on the CPU: one pass over the rows, converting as it goes, on one thread.
 
-Rows of equal dtype are copied as bits by numpy, run by run (one `memmove` each), and by fancy indexing where runs are
-so short that a call for each would cost more than the copy; other dtypes go through `copy_`, or through a buffer that
-stays in the cache.
+Rows of equal dtype are copied as records, all runs in one call. Rows of another dtype are converted straight into their
+places, run by run, where runs are long, else through a buffer that stays in the processor's cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from mmcache.merge.blocks import Block, are_short, evenly_spaced
-from mmcache.staging import Bits, as_bits
+from mmcache.merge.blocks import Block, blocks_of, edges_of, ends_of, evenly_spaced
+from mmcache.merge.records import Flags, Records, records_of
 
-__all__ = ["SHORT_CONVERSION", "chunk_elements", "converted", "copy_evenly", "write_host"]
+__all__ = ["chunk_elements", "convert_flagged", "copy_evenly", "write_flagged", "write_host"]
 
 # A conversion for each run pays from this many elements a run on (measured); below, rows are converted in chunks.
-SHORT_CONVERSION = 16384
+_SHORT_CONVERSION = 16384
 # Up to this number of (strided) copies a block is written by one call each.
 _FEW_CALLS = 4
 # PyTorch runs an elementwise operation of this many elements on one thread.
@@ -37,52 +37,100 @@ def chunk_elements() -> int:
 
 def write_host(target: Tensor, blocks: Iterable[tuple[Tensor, Block]]) -> None:
     """Write rows of each source `[n, width]`, of any dtype or device, to their places in `target` `[rows, width]`."""
-    bits = as_bits(target)
+    places, dtype = records_of(target), target.dtype
     for source, block in blocks:
-        if not source.is_cpu:
-            source = source[block.first : block.first + block.count].to(target.dtype).cpu()
-            block = Block(0, block.count, block.runs, block.positions)
-        if bits is None or (source.requires_grad and torch.is_grad_enabled()):
-            _copy_runs(target, source, block)
-        elif source.dtype is target.dtype and (source_bits := as_bits(source)) is not None:
-            _copy_bits(bits, source_bits, block)
-        elif block.runs is None or len(block.runs) * SHORT_CONVERSION > block.count * target.shape[1]:
-            _convert_scattered(bits, target.dtype, source, block)
+        whole = block.count == source.shape[0]
+        rows = source if whole else source[block.first : block.first + block.count]
+        if not rows.is_cpu:
+            rows = rows.to(dtype).cpu()
+        tracked = rows.requires_grad and torch.is_grad_enabled()
+        long = rows.dtype is not dtype and block.runs and _are_long(rows.numel(), len(block.runs))
+        if places is None or tracked or long:
+            _copy_runs(target, rows, block)
         else:
-            _copy_runs(target, source, block)
+            start, flags = block.flags()
+            write_flagged(places[start : start + len(flags)], flags, (rows,), dtype)
 
 
-def _copy_bits(target: Bits, source: Bits, block: Block) -> None:
-    row = block.first
-    if block.runs is None or are_short(len(block.runs), block.count, target.shape[1] * target.itemsize, bits=True):
-        target[block.indices()] = source[row : row + block.count]
+def _are_long(elements: int, runs: int) -> bool:
+    return elements >= runs * _SHORT_CONVERSION
+
+
+def convert_flagged(target: Tensor, flags: Flags, sources: Iterable[Tensor]) -> None:
+    """As `write_flagged`, for a target `[rows, width]` and rows of which most have another dtype."""
+    if _are_long(int(np.count_nonzero(flags)) * target.shape[1], len(edges_of(flags)) // 2):
+        write_host(target, blocks_of(sources, flags))
         return
-    for start, length in block.runs:
-        target[start : start + length] = source[row : row + length]
-        row += length
+    places = records_of(target)
+    assert places is not None
+    write_flagged(places, flags, sources, target.dtype)
 
 
-def _convert_scattered(target: Bits, dtype: torch.dtype, source: Tensor, block: Block) -> None:
-    indices = block.indices()
-    done = 0
-    for piece in converted(source[block.first : block.first + block.count].detach(), dtype):
-        count = piece.shape[0]
-        target[indices[done : done + count]] = as_bits(piece)
-        done += count
+def write_flagged(places: Records, flags: Flags, sources: Iterable[Tensor], dtype: torch.dtype) -> None:
+    """Write the rows of the sources `[n, width]`, together as many as there are True flags, to those places.
+
+    Args:
+        places: rows of the destination, whose dtype is `dtype`.
+        flags: `[rows]`, which of them receive one.
+        sources: on the host, without a need for autograd to know; of any dtypes and strides. Of an iterator, each is
+            written before the next is asked for.
+    """
+    convert = _converter(dtype)
+    plan: Iterable[tuple[Records, Flags, Records | Tensor]] = _planned(places, flags, sources, dtype)
+    if not isinstance(sources, Iterator):
+        plan = list(plan)  # each copy drives the interpreter out of the cache: let it do its work before the first
+    for place, marks, part in plan:
+        place[marks] = convert(part) if isinstance(part, Tensor) else part
 
 
-def converted(source: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """The rows of `source` as `dtype`, a few at a time, in one buffer: use each tensor before the next."""
-    step = max(1, chunk_elements() // max(1, source.shape[1]))
-    buffer = torch.empty(min(step, source.shape[0]), source.shape[1], dtype=dtype)
-    for start in range(0, source.shape[0], step):
-        piece = source[start : start + step]
-        yield buffer[: piece.shape[0]].copy_(piece)
+def _planned(
+    places: Records, flags: Flags, sources: Iterable[Tensor], dtype: torch.dtype
+) -> Iterator[tuple[Records, Flags, Records | Tensor]]:
+    """The parts of the sources as records, or as tensors to convert, each with the places and flags of its own."""
+    end_of = ends_of(flags)
+    done = start = 0
+    for source in sources:
+        rows = records_of(source) if source.dtype is dtype else None
+        for part in _chunks(source) if rows is None else (rows,):
+            done += part.shape[0]
+            end = end_of(done)
+            yield places[start:end], flags[start:end], part
+            start = end
 
 
-def _copy_runs(target: Tensor, source: Tensor, block: Block) -> None:
+def _chunks(source: Tensor) -> Sequence[Tensor]:
+    """The rows of a source in parts that stay in the cache when they are converted."""
+    count, width = source.shape
+    step = max(1, chunk_elements() // width)
+    if count <= step:
+        return (source,) if count else ()
+    return source.chunk(-(-count // step))
+
+
+def _converter(dtype: torch.dtype) -> Callable[[Tensor], Records]:
+    """A function that converts rows in a buffer of its own: use what it returns before the next call."""
+    buffer = view = torch.empty(0, 0, dtype=dtype)
+
+    def convert(rows: Tensor) -> Records:
+        nonlocal buffer, view
+        count, width = rows.shape
+        if count > buffer.shape[0]:
+            buffer = view = torch.empty(count, width, dtype=dtype)
+        elif count != view.shape[0]:
+            view = buffer[:count]
+        records = records_of(view.copy_(rows))
+        assert records is not None
+        return records
+
+    return convert
+
+
+def _copy_runs(target: Tensor, rows: Tensor, block: Block) -> None:
     """A copy for each run, or for evenly spaced ones together: converts, and is seen by autograd."""
-    rows = source[block.first : block.first + block.count]
+    if block.runs is not None and len(block.runs) == 1:
+        [(start, length)] = block.runs
+        target[start : start + length].copy_(rows)
+        return
     if block.runs is None:
         target.index_copy_(0, torch.from_numpy(block.indices()), rows.to(target.dtype))
         return

@@ -1,0 +1,91 @@
+"""The sources of a merge: one list of tensors `[rows, width]`, checked, with small neighbours joined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from mmcache.errors import EmbeddingError
+from mmcache.merge.checks import check_rows, extent, is_tensor, overlap
+
+__all__ = ["Embeddings", "check_sources", "flatten", "joined"]
+
+Embeddings: TypeAlias = "Tensor | Sequence[Embeddings]"
+_kind_of = attrgetter("dtype", "device")
+
+
+def flatten(embeddings: Embeddings) -> list[Tensor]:
+    """The sources as a list of the merge's own; leading dimensions stay."""
+    if is_tensor(embeddings):
+        return [embeddings]
+    if isinstance(embeddings, (list, tuple)):
+        if all(map(is_tensor, embeddings)):
+            return list(embeddings)
+        return [tensor for part in embeddings for tensor in flatten(part)]
+    raise EmbeddingError(
+        "embeddings are a tensor [rows, width] or a sequence of such tensors", found=type(embeddings).__name__
+    )
+
+
+def check_sources(sources: list[Tensor], target: Tensor) -> tuple[list[int], bool, bool]:
+    """Rows of each source; whether all are plain tensors on the host, as autograd need not know; whether of one dtype.
+
+    That dtype is the target's. Leading dimensions are flattened in place, and a source that shares memory with the
+    target gives way to a copy.
+
+    Raises:
+        EmbeddingError: a source is not `[..., n, width]`, or holds no numbers that can be converted. Names it.
+    """
+    width, dtype = target.shape[1], target.dtype
+    tracked = torch.is_grad_enabled()
+    plain = alike = True
+    known = dtype
+    first, end = extent(target)
+    counts = []
+    for index, source in enumerate(sources):
+        shape = source.shape
+        if (
+            type(source) is not Tensor
+            or source.dtype is not known
+            or not source.is_cpu
+            or source.requires_grad
+            or source.layout is not torch.strided
+            or len(shape) != 2
+            or shape[1] != width
+        ):
+            if len(shape) > 2:
+                source = sources[index] = source.flatten(0, -2)
+                shape = source.shape
+            check_rows(source, width, item=index)
+            known = source.dtype
+            alike = alike and known is dtype
+            plain = plain and source.is_cpu and type(source) is Tensor and not (tracked and source.requires_grad)
+        start = source.data_ptr()
+        if start < end and (start + source.nbytes > first or not source.is_contiguous()) and overlap(source, target):
+            sources[index] = source.clone()
+        counts.append(shape[0])
+    return counts, plain, alike
+
+
+def joined(sources: Sequence[Tensor], counts: Sequence[int], most: int, *, alike: bool) -> Iterator[Tensor]:
+    """The same rows in order, neighbours of a dtype and device joined as long as they have `most` rows at most.
+
+    Args:
+        sources: `[n, width]`.
+        counts: rows of each.
+        most: rows.
+        alike: all have one dtype and device.
+    """
+    start = rows = 0
+    for index, count in enumerate(counts):
+        if index > start and (
+            rows + count > most or not (alike or _kind_of(sources[index]) == _kind_of(sources[start]))
+        ):
+            yield sources[start] if index == start + 1 else torch.cat(sources[start:index])  # type: ignore[arg-type]
+            start, rows = index, 0
+        rows += count
+    yield sources[start] if len(sources) == start + 1 else torch.cat(sources[start:])  # type: ignore[arg-type]
