@@ -1,4 +1,4 @@
-"""Where encoded rows live beside the device: host memory, a local disk, Mooncake Store, Redis, or all of them."""
+"""Where encoded rows live: memory of a device or the host, a local disk, Mooncake Store, Redis, or all of them."""
 
 from mmcache.tiers.claims import EncodeClaims
 from mmcache.tiers.counters import LATENCY_BOUNDS, Latency, TieredStats, TierStats
