@@ -12,13 +12,12 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from mmcache.errors import ArenaFullError, ConfigError, ReleasedError
 from mmcache.fields import FieldValue
 from mmcache.ipc.extents import Extents
-from mmcache.ipc.reader import GUARD, bytes_at
+from mmcache.ipc.reader import GUARD
 from mmcache.ipc.regions import ArenaStats, Region, StoredField
 from mmcache.ipc.segment import DEFAULT_DIRECTORY, Segment, remove_abandoned
 from mmcache.ipc.values import ALIGNMENT, aligned, flatten, same_bytes, write_tensor
@@ -56,7 +55,6 @@ class Arena:
         self.path = self._segment.path
         self.capacity_bytes = capacity
         self._address = self._segment.address
-        self._block = torch.from_numpy(bytes_at(self._address, capacity))
         self._view = self._segment.view
         self._lock = threading.Lock()
         self._room = Extents(capacity)
@@ -224,10 +222,9 @@ class Arena:
         region = self._allocate(end)
         written = 0
         try:
-            block = self._block[region.offset : region.offset + region.nbytes]
             for offset, tensor in parts:
                 written += tensor.numel() * tensor.element_size()
-                write_tensor(self._address + region.offset, block, offset, tensor)
+                write_tensor(self._address + region.offset + offset, tensor)
         except BaseException:
             self.release(region)
             raise

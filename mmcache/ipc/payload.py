@@ -69,7 +69,7 @@ class HeldPiece:
         def write() -> bytes | memoryview:
             block = torch.empty(end, dtype=torch.uint8)
             for offset, tensor in writes:
-                write_tensor(block.data_ptr(), block, offset, tensor)
+                write_tensor(block.data_ptr() + offset, tensor)
             return block.numpy().data if end else b""
 
         key = -id(next(iter(self.fields.values())))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from mmcache.errors import ConfigError, MessageError
@@ -21,6 +21,7 @@ from mmcache.ipc.plans import decode_plan
 from mmcache.ipc.reader import ArenaReader
 from mmcache.ipc.step import RowStore, WorkerPart, WorkerStep
 from mmcache.ipc.unpack import Watermark, unpack_fields
+from mmcache.ipc.values import Bytes
 from mmcache.ipc.wire import Body, Frame, Kind, body_parts, inline_frame, parse_body, parse_frame
 from mmcache.planning import ItemStatus
 
@@ -258,13 +259,13 @@ class Receiver:
             raise MessageError("client-given embeddings are one tensor [rows, width]", found=sorted(fields))
         return ItemPayload({}, [], value)
 
-    def _block(self, sequence: int, piece: Piece, body: Body) -> Tensor:
+    def _block(self, sequence: int, piece: Piece, body: Body) -> Bytes:
         if piece.place is None:
-            return torch.frombuffer(bytearray(body.buffer(piece.buffer)) or bytearray(1), dtype=torch.uint8)
+            return np.frombuffer(bytearray(body.buffer(piece.buffer)), np.uint8)
         if self._reader is None:
             raise MessageError("payload lies in an arena that this worker does not read")
         gone = self._gone
-        block = self._reader.block(*piece.place, lambda: gone.append(sequence))
+        block = self._reader.array(*piece.place, lambda: gone.append(sequence))
         self._reading[sequence] = self._reading.get(sequence, 0) + 1
         return block
 

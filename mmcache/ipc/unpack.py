@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from mmcache.fields import FieldValue
-from mmcache.ipc.values import DTYPES, Leaf, leaf_bytes, unflatten
+from mmcache.ipc.values import DTYPES, Bytes, Leaf, leaf_bytes, unflatten
 
 __all__ = ["Watermark", "unpack_fields"]
 
@@ -34,8 +35,8 @@ class Watermark:
             self.beyond.remove(self.upto)
 
 
-def unpack_fields(described: Sequence[tuple[str, list[int], list[Leaf]]], block: Tensor) -> dict[str, FieldValue]:
-    """Fields as views of a block, uint8 `[bytes]`.
+def unpack_fields(described: Sequence[tuple[str, list[int], list[Leaf]]], block: Bytes) -> dict[str, FieldValue]:
+    """Fields as views of a block of bytes, which they keep alive.
 
     Raises:
         MessageError: they do not lie within the block.
@@ -43,9 +44,8 @@ def unpack_fields(described: Sequence[tuple[str, list[int], list[Leaf]]], block:
 
     def read(leaf: Leaf) -> Tensor:
         name, shape, offset = leaf
-        nbytes = leaf_bytes(leaf, len(block))
-        if not nbytes:
+        if not leaf_bytes(leaf, len(block)):
             return torch.empty(shape, dtype=DTYPES[name])
-        return block[offset : offset + nbytes].view(DTYPES[name]).view(shape)
+        return torch.frombuffer(block, dtype=DTYPES[name], count=math.prod(shape), offset=offset).view(shape)
 
     return {name: unflatten(nest, leaves, read) for name, nest, leaves in described}

@@ -21,8 +21,10 @@ from mmcache.fields import FieldValue
 __all__ = [
     "ALIGNMENT",
     "DTYPES",
+    "Bytes",
     "Leaf",
     "aligned",
+    "bytes_at",
     "bytes_of",
     "flatten",
     "leaf_bytes",
@@ -39,6 +41,7 @@ _MAX_ELEMENTS = 1 << 48  # of an empty tensor, were its empty dimensions not emp
 
 Leaf: TypeAlias = tuple[str, tuple[int, ...], int]
 """(dtype name, shape, offset in the block)."""
+Bytes: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.uint8]]"
 
 _NAMES = (
     "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex32 complex64 "
@@ -160,15 +163,23 @@ def bytes_of(tensor: Tensor) -> bytes | memoryview:
     return array.reshape(-1).view(np.uint8).data if array.flags.c_contiguous else array.tobytes()
 
 
-def write_tensor(address: int, block: Tensor, offset: int, tensor: Tensor) -> None:
-    """Write a tensor's elements, in order, at `offset` of a block: uint8 `[bytes]` that lies at `address`."""
+def write_tensor(address: int, tensor: Tensor) -> None:
+    """Write a tensor's elements, in order, from an address on that this process may write to."""
     nbytes = tensor.numel() * tensor.element_size()
     if not nbytes:
         return
     if _is_plain(tensor):
-        ctypes.memmove(address + offset, tensor.data_ptr(), nbytes)
+        ctypes.memmove(address, tensor.data_ptr(), nbytes)
     else:
-        block[offset : offset + nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        torch.from_numpy(bytes_at(address, nbytes)).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def bytes_at(address: int, nbytes: int) -> Bytes:
+    """The bytes at an address of this process as an array, without a copy; the caller keeps them mapped."""
+    if not nbytes:
+        return np.empty(0, np.uint8)
+    # Through ctypes, since torch warns about arrays that say that they are read-only.
+    return np.frombuffer(memoryview((ctypes.c_uint8 * nbytes).from_address(address)).cast("B"), np.uint8)
 
 
 def same_bytes(address: int, offset: int, tensor: Tensor) -> bool:
