@@ -203,7 +203,7 @@ class DamagedEntryError(MMCacheError, ValueError):
     """Stored bytes are not the entry that was asked for; `reason` is one word for counters.
 
     Attributes:
-        reason: "foreign", "version", "truncated", "checksum", "namespace", "identifier", "oversized" or "mismatch".
+        reason: "foreign", "version", "truncated", "checksum", "namespace", "modality", "identifier" or "mismatch".
     """
 
     def __init__(self, message: str, *, reason: str, **where: Any) -> None:

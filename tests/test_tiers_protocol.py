@@ -201,6 +201,21 @@ def test_a_batch_larger_than_the_budget_stays_within_it(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", WITH_A_BUDGET)
+def test_what_a_put_evicts_and_stores_again_is_stored(kind, tmp_path):
+    tier = make_tier(kind, 3 * encode_entry(key_of("a"), rows_of("a")).nbytes, tmp_path)
+    write(tier, "a")
+    write(tier, "b")
+    write(tier, "c")
+    keys = [key_of(name) for name in "dea"]
+    outcome = tier.put_many({key: encode_entry(key, rows_of(key.identifier)) for key in keys})
+    held = set(tier.get_many([key_of(name) for name in "abcde"]))
+    assert outcome.stored == held & set(keys)
+    assert not held & set(outcome.evicted)
+    assert tier.usage().entries == len(held) == 3
+    tier.close()
+
+
+@pytest.mark.parametrize("kind", WITH_A_BUDGET)
 def test_a_closed_tier_says_so(kind, tmp_path):
     tier = make_tier(kind, 1000, tmp_path)
     tier.close()

@@ -88,14 +88,16 @@ class MemoryTier:
         """See `Tier`. Payloads may lie on any device."""
         check_entries(entries, on_host=False)
         stored: dict[Key, None] = {}
-        evicted: list[Key] = []
+        evicted: dict[Key, None] = {}
         for key, entry in entries.items():
             if entry.nbytes > self._capacity:
                 continue
             with self._lock:
                 self._check_open()
                 self._drop(key)
-                evicted += self._make_room(entry.nbytes)
+                for victim in self._make_room(entry.nbytes):
+                    evicted[victim] = None
+                    stored.pop(victim, None)
                 if self._bytes + entry.nbytes > self._capacity:
                     continue  # what other threads are putting right now takes the room
                 self._bytes += entry.nbytes
@@ -112,7 +114,8 @@ class MemoryTier:
                         self._entries[key] = (owned, time.time())
                         self._bytes += entry.nbytes
             stored[key] = None
-        return PutOutcome(frozenset(stored).difference(evicted), tuple(evicted))
+            evicted.pop(key, None)
+        return PutOutcome(frozenset(stored), tuple(evicted))
 
     def remove_many(self, keys: Sequence[Key]) -> int:
         """See `Tier`."""
