@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -92,17 +91,17 @@ def blocks_of(sources: Iterable[Tensor], flags: Flags) -> Iterator[tuple[Tensor,
         yield source, Block(0, count, runs)
 
 
-def ends_of(flags: Flags) -> Callable[[int], int]:
-    """A function of a number of rows, at least one: behind which position they end that fill the first True flags."""
+def ends_of(flags: Flags, counts: Sequence[int]) -> list[int]:
+    """Behind which position the last row of each part lies, if parts of so many rows fill the True flags in order."""
+    if len(counts) < 2:
+        return [len(flags)] * len(counts)
     edges = edges_of(flags)
-    lengths = edges[1::2] - edges[::2]
-    stops, before = edges[1::2].tolist(), np.cumsum(lengths).tolist()
-
-    def end_of(rows: int) -> int:
-        run = bisect_left(before, rows)
-        return int(stops[run] - before[run] + rows)
-
-    return end_of
+    stops = edges[1::2]
+    before = np.cumsum(stops - edges[::2])
+    rows = np.cumsum(counts)
+    run = before.searchsorted(rows)
+    ends: list[int] = (stops[run] - before[run] + rows).tolist()
+    return ends
 
 
 def evenly_spaced(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int, int]]:

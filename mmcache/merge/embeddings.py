@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from mmcache.merge.checks import checked_flags, rows_of
 from mmcache.merge.host import chunk_elements, convert_flagged, write_flagged
 from mmcache.merge.quick import merge_quickly
 from mmcache.merge.records import Flags, records_of
-from mmcache.merge.sources import Embeddings, check_sources, flatten, joined
+from mmcache.merge.sources import Embeddings, as_one, check_sources, flatten, grouped
 from mmcache.merge.write import write_blocks, wrote
 
 __all__ = ["Embeddings", "merge_embeddings"]
@@ -60,12 +60,12 @@ def merge_embeddings(inputs_embeds: Tensor, embeddings: Embeddings, is_multimoda
     elements = slots * target.shape[1]
     if not elements:
         return inputs_embeds
-    parts: Iterable[Tensor] = sources
+    parts: Sequence[Tensor | list[Tensor]] = sources
     if len(sources) > 1 and elements * target.element_size() < len(sources) * _SMALL_SOURCE:
-        parts = joined(sources, counts, chunk_elements() // target.shape[1], alike=plain and alike)
+        parts = grouped(sources, counts, chunk_elements() // target.shape[1])
     places = records_of(target) if plain else None
     if places is None:
-        write_blocks(target, blocks_of(parts, flags))
+        write_blocks(target, blocks_of(map(as_one, parts), flags))
         return inputs_embeds
     if alike:
         write_flagged(places, flags, parts, target.dtype)

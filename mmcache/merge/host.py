@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mmcache.merge.blocks import Block, blocks_of, edges_of, ends_of, evenly_spaced
 from mmcache.merge.records import Flags, Records, records_of
+from mmcache.merge.sources import as_one
 
 __all__ = ["chunk_elements", "convert_flagged", "copy_evenly", "write_flagged", "write_host"]
 
@@ -56,46 +57,43 @@ def _are_long(elements: int, runs: int) -> bool:
     return elements >= runs * _SHORT_CONVERSION
 
 
-def convert_flagged(target: Tensor, flags: Flags, sources: Iterable[Tensor]) -> None:
+def convert_flagged(target: Tensor, flags: Flags, parts: Sequence[Tensor | list[Tensor]]) -> None:
     """As `write_flagged`, for a target `[rows, width]` and rows of which most have another dtype."""
     if _are_long(int(np.count_nonzero(flags)) * target.shape[1], len(edges_of(flags)) // 2):
-        write_host(target, blocks_of(sources, flags))
+        write_host(target, blocks_of(map(as_one, parts), flags))
         return
     places = records_of(target)
     assert places is not None
-    write_flagged(places, flags, sources, target.dtype)
+    write_flagged(places, flags, parts, target.dtype)
 
 
-def write_flagged(places: Records, flags: Flags, sources: Iterable[Tensor], dtype: torch.dtype) -> None:
-    """Write the rows of the sources `[n, width]`, together as many as there are True flags, to those places.
+def write_flagged(places: Records, flags: Flags, parts: Sequence[Tensor | list[Tensor]], dtype: torch.dtype) -> None:
+    """Write the rows of all parts, together as many as there are True flags, to those places.
 
     Args:
         places: rows of the destination, whose dtype is `dtype`.
         flags: `[rows]`, which of them receive one.
-        sources: on the host, without a need for autograd to know; of any dtypes and strides. Of an iterator, each is
-            written before the next is asked for.
+        parts: `[n, width]` on the host, without a need for autograd to know; of any dtypes and strides; or lists of
+            small tensors of one dtype, joined when their turn comes.
     """
+    # All is looked at before the first copy: each copy drives the interpreter out of the processor's cache.
+    found: list[Records | Tensor | list[Tensor]] = []
+    counts = []
+    for part in parts:
+        rows = records_of(part) if isinstance(part, Tensor) and part.dtype is dtype else None
+        for piece in (rows,) if rows is not None else _chunks(part) if isinstance(part, Tensor) else (part,):
+            found.append(piece)
+            counts.append(sum(map(len, piece)) if isinstance(piece, list) else piece.shape[0])
     convert = _converter(dtype)
-    plan: Iterable[tuple[Records, Flags, Records | Tensor]] = _planned(places, flags, sources, dtype)
-    if not isinstance(sources, Iterator):
-        plan = list(plan)  # each copy drives the interpreter out of the cache: let it do its work before the first
-    for place, marks, part in plan:
-        place[marks] = convert(part) if isinstance(part, Tensor) else part
-
-
-def _planned(
-    places: Records, flags: Flags, sources: Iterable[Tensor], dtype: torch.dtype
-) -> Iterator[tuple[Records, Flags, Records | Tensor]]:
-    """The parts of the sources as records, or as tensors to convert, each with the places and flags of its own."""
-    end_of = ends_of(flags)
-    done = start = 0
-    for source in sources:
-        rows = records_of(source) if source.dtype is dtype else None
-        for part in _chunks(source) if rows is None else (rows,):
-            done += part.shape[0]
-            end = end_of(done)
-            yield places[start:end], flags[start:end], part
-            start = end
+    start = 0
+    for piece, end in zip(found, ends_of(flags, counts)):
+        if isinstance(piece, list):
+            piece = as_one(piece)
+        if isinstance(piece, Tensor):
+            rows = records_of(piece) if piece.dtype is dtype else None
+            piece = convert(piece) if rows is None else rows
+        places[start:end][flags[start:end]] = piece
+        start = end
 
 
 def _chunks(source: Tensor) -> Sequence[Tensor]:

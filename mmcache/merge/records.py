@@ -29,7 +29,7 @@ FLAG = np.dtype(np.bool_)
 def records_of(tensor: Tensor) -> Records | None:
     """A dense floating-point tensor `[rows, width]` as an array `[rows]` of its rows' bytes, over the same memory.
 
-    The array does not keep the tensor alive: hold on to both. None where the bytes are not what the tensor says or not
+    The array keeps the tensor alive. None where the bytes are not what the tensor says or not
     for everybody to write: it is on a device, of a class of its own, negated lazily, empty, tracked by autograd, or the
     elements of a row do not lie side by side.
     """
@@ -44,14 +44,18 @@ def records_of(tensor: Tensor) -> Records | None:
     if not address or (column != 1 and width != 1):
         return None
     size = tensor.element_size()
-    return np.ndarray((rows,), record(width * size), memory_at(address), 0, (step * size,))
+    memory = memory_at(address)
+    memory.tensor = tensor
+    return np.ndarray((rows,), record(width * size), memory, 0, (step * size,))
 
 
 def flags_of(mask: Tensor) -> Flags:
     """A boolean tensor on the CPU as a one-dimensional array, over the same memory if it is contiguous."""
     address = mask.data_ptr() if type(mask) is Tensor and mask.is_contiguous() else 0
     if address:
-        return np.ndarray((mask.numel(),), FLAG, memory_at(address))
+        memory = memory_at(address)
+        memory.tensor = mask
+        return np.ndarray((mask.numel(),), FLAG, memory)
     return mask.numpy().reshape(-1)
 
 

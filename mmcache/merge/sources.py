@@ -1,8 +1,8 @@
-"""The sources of a merge: one list of tensors `[rows, width]`, checked, with small neighbours joined."""
+"""The sources of a merge: one list of tensors `[rows, width]`, checked, with small neighbours grouped."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import TypeAlias
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from mmcache.errors import EmbeddingError
 from mmcache.merge.checks import check_rows, extent, is_tensor, overlap
 
-__all__ = ["Embeddings", "check_sources", "flatten", "joined"]
+__all__ = ["Embeddings", "as_one", "check_sources", "flatten", "grouped"]
 
 Embeddings: TypeAlias = "Tensor | Sequence[Embeddings]"
 _kind_of = attrgetter("dtype", "device")
@@ -71,21 +71,24 @@ def check_sources(sources: list[Tensor], target: Tensor) -> tuple[list[int], boo
     return counts, plain, alike
 
 
-def joined(sources: Sequence[Tensor], counts: Sequence[int], most: int, *, alike: bool) -> Iterator[Tensor]:
-    """The same rows in order, neighbours of a dtype and device joined as long as they have `most` rows at most.
+def grouped(sources: Sequence[Tensor], counts: Sequence[int], most: int) -> list[Tensor | list[Tensor]]:
+    """The same rows in order, neighbours of a dtype and device as one list, to be joined, of `most` rows at most.
 
     Args:
         sources: `[n, width]`.
         counts: rows of each.
         most: rows.
-        alike: all have one dtype and device.
     """
+    groups: list[Tensor | list[Tensor]] = []
     start = rows = 0
-    for index, count in enumerate(counts):
-        if index > start and (
-            rows + count > most or not (alike or _kind_of(sources[index]) == _kind_of(sources[start]))
-        ):
-            yield sources[start] if index == start + 1 else torch.cat(sources[start:index])  # type: ignore[arg-type]
+    for index, count in enumerate([*counts, most + 1]):
+        if index > start and (rows + count > most or _kind_of(sources[index]) != _kind_of(sources[start])):
+            groups.append(sources[start] if index == start + 1 else list(sources[start:index]))
             start, rows = index, 0
         rows += count
-    yield sources[start] if len(sources) == start + 1 else torch.cat(sources[start:])  # type: ignore[arg-type]
+    return groups
+
+
+def as_one(group: Tensor | list[Tensor]) -> Tensor:
+    """The rows of a group as one tensor."""
+    return group if isinstance(group, Tensor) else torch.cat(group)
