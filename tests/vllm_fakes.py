@@ -242,3 +242,12 @@ class Engine:
         self.step()
         self.side.finished(request.request_id)
         return promised
+
+
+def filled(name: str = "a") -> Store:
+    """A store that an earlier engine has filled with one item."""
+    store = Store()
+    engine = Engine(store=store)
+    engine.serve(request(item(name)))
+    assert len(store.rows) == 1
+    return store
