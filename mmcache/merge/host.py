@@ -7,6 +7,7 @@ places, run by run, where runs are long, else through a buffer that stays in the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import EllipsisType
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ __all__ = ["chunk_elements", "convert_flagged", "copy_evenly", "write_flagged", 
 
 # A conversion for each run pays from this many elements a run on (measured); below, rows are converted in chunks.
 _SHORT_CONVERSION = 16384
-# Up to this number of (strided) copies a block is written by one call each.
+# Up to this number of groups of evenly spaced runs a block is seen by strided views.
 _FEW_CALLS = 4
 # PyTorch runs an elementwise operation of this many elements on one thread.
 _SERIAL_ELEMENTS = 32768 - 1
@@ -39,18 +40,31 @@ def chunk_elements() -> int:
 def write_host(target: Tensor, blocks: Iterable[tuple[Tensor, Block]]) -> None:
     """Write rows of each source `[n, width]`, of any dtype or device, to their places in `target` `[rows, width]`."""
     places, dtype = records_of(target), target.dtype
+    # All is looked at before the first copy: each copy drives the interpreter out of the processor's cache.
+    copies: list[tuple[Records, Flags | EllipsisType, Records]] = []
+    into: list[Tensor] = []
+    converted: list[Tensor] = []
     for source, block in blocks:
         whole = block.count == source.shape[0]
         rows = source if whole else source[block.first : block.first + block.count]
         if not rows.is_cpu:
             rows = rows.to(dtype).cpu()
-        tracked = rows.requires_grad and torch.is_grad_enabled()
-        long = rows.dtype is not dtype and block.runs and _are_long(rows.numel(), len(block.runs))
-        if places is None or tracked or long:
+        if places is None or (rows.requires_grad and torch.is_grad_enabled()):
             _copy_runs(target, rows, block)
+        elif rows.dtype is dtype and (found := records_of(rows)) is not None:
+            start, flags = block.flags()
+            copies.append((places[start : start + len(flags)], flags if len(flags) > block.count else ..., found))
+        elif block.runs and _are_long(rows.numel(), len(block.runs)):
+            for place, piece in _views(target.detach(), rows.detach(), _serial(block.runs, target.shape[1])):
+                into.append(place)
+                converted.append(piece)
         else:
             start, flags = block.flags()
             write_flagged(places[start : start + len(flags)], flags, (rows,), dtype)
+    for taken, marks, found in copies:
+        taken[marks] = found
+    if into:
+        torch._foreach_copy_(into, converted)
 
 
 def _are_long(elements: int, runs: int) -> bool:
@@ -124,50 +138,59 @@ def _converter(dtype: torch.dtype) -> Callable[[Tensor], Records]:
 
 
 def _copy_runs(target: Tensor, rows: Tensor, block: Block) -> None:
-    """A copy for each run, or for evenly spaced ones together: converts, and is seen by autograd."""
-    if block.runs is not None and len(block.runs) == 1:
-        [(start, length)] = block.runs
-        target[start : start + length].copy_(rows)
-        return
+    """Rows for which there are no records, or that autograd wants to see written; converted if need be."""
     if block.runs is None:
         target.index_copy_(0, torch.from_numpy(block.indices()), rows.to(target.dtype))
-        return
-    tracked = torch.is_grad_enabled() and (target.requires_grad or rows.requires_grad)
-    evenly = evenly_spaced(block.runs)
-    if len(evenly) <= _FEW_CALLS or tracked:
-        copy_evenly(target, rows, evenly)
-        return
-    runs = block.runs
-    if torch.get_num_threads() > 1:
-        # Many small copies on several threads stall at a barrier each, where the cores are shared.
-        runs = list(_pieces(runs, max(1, _SERIAL_ELEMENTS // max(1, target.shape[1]))))
-    # All views and copies in three calls: for runs of a few rows the calls would cost as much as the copies.
+    else:
+        copy_evenly(target, rows, evenly_spaced(block.runs))
+
+
+def _views(target: Tensor, rows: Tensor, runs: Sequence[tuple[int, int]]) -> Iterable[tuple[Tensor, Tensor]]:
+    """Where rows go, and these rows: views for each run, or for evenly spaced ones together."""
+    evenly = evenly_spaced(runs)
+    if len(evenly) <= _FEW_CALLS:
+        return _evenly(target, rows, evenly)
+    # All views in two calls: for runs of a few rows a call for each would cost as much as the copies.
     sizes: list[int] = []
     end = 0
     for start, length in runs:
         sizes += (start - end, length)
         end = start + length
     sizes.append(target.shape[0] - end)
-    places = torch.split(target.detach(), sizes)[1::2]
-    torch._foreach_copy_(places, torch.split(rows.detach(), [length for _, length in runs]))
+    return zip(torch.split(target, sizes)[1::2], torch.split(rows, [length for _, length in runs]))
 
 
 def copy_evenly(target: Tensor, rows: Tensor, groups: Sequence[tuple[int, int, int, int]]) -> None:
-    """One strided copy for each group."""
+    """One strided copy for each group of runs."""
+    for place, part in _evenly(target, rows, groups):
+        place.copy_(part, non_blocking=True)
+
+
+def _evenly(
+    target: Tensor, rows: Tensor, groups: Sequence[tuple[int, int, int, int]]
+) -> Iterator[tuple[Tensor, Tensor]]:
     done = 0
     step, column = target.stride()
     for start, length, count, pitch in groups:
         part = rows[done : done + count * length]
         done += count * length
         if count == 1:
-            target[start : start + length].copy_(part, non_blocking=True)
+            yield target[start : start + length], part
         else:
             shape, strides = (count, length, target.shape[1]), (pitch * step, step, column)
-            place = target.as_strided(shape, strides, target.storage_offset() + start * step)
-            place.copy_(part.view(shape), non_blocking=True)
+            yield target.as_strided(shape, strides, target.storage_offset() + start * step), part.view(shape)
 
 
-def _pieces(runs: Sequence[tuple[int, int]], most: int) -> Iterator[tuple[int, int]]:
-    for start, length in runs:
-        for begin in range(start, start + length, most):
-            yield begin, min(most, start + length - begin)
+def _serial(runs: Sequence[tuple[int, int]], width: int) -> Sequence[tuple[int, int]]:
+    """The runs in pieces that PyTorch copies on one thread.
+
+    Many small copies on several threads stall at a barrier each, where the cores are shared.
+    """
+    if torch.get_num_threads() == 1:
+        return runs
+    most = max(1, _SERIAL_ELEMENTS // max(1, width))
+    return [
+        (begin, min(most, start + length - begin))
+        for start, length in runs
+        for begin in range(start, start + length, most)
+    ]
