@@ -80,11 +80,6 @@ class Fetch:
                     del self._missing[key]
                     self._found[key] = self._new[key] = rows
 
-    def call_back(self) -> None:
-        """Call `on_done` with everything that was found, on this thread."""
-        if self.on_done is not None:
-            self.on_done(self.wait(0))
-
     def finish(self) -> bool:
         """Nothing more will arrive; True for the one caller that made it so."""
         with self._lock:

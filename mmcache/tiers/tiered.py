@@ -348,13 +348,17 @@ class TieredStore:
     def _end(self, fetch: Fetch) -> None:
         if fetch.finish():
             self._counters.add(misses=len(fetch.missing()))
-            if not fetch.cancelled:
-                self._callbacks.call(fetch.call_back)
+            if fetch.on_done is not None and not fetch.cancelled:
+                self._callbacks.call(_call_back, fetch, fetch.on_done)
 
     def _tell(self, kind: str, tier: str, keys: Sequence[Key]) -> None:
         if self._on_event is not None:
             for key in keys:
                 self._callbacks.call(self._on_event, kind, tier, key.namespace, key.identifier)
+
+
+def _call_back(fetch: Fetch, on_done: OnDone) -> None:
+    on_done(fetch.wait(0))  # on the thread that is called: rows on a device are for its stream
 
 
 def _bounded(text: str, longest: int, digested: int) -> str:
