@@ -63,6 +63,8 @@ def checked_flags(is_multimodal: Tensor, inputs_embeds: Tensor) -> Flags:
     if not is_tensor(is_multimodal) or is_multimodal.dtype is not torch.bool:
         found = is_multimodal.dtype if is_tensor(is_multimodal) else type(is_multimodal).__name__
         raise EmbeddingError("is_multimodal is a tensor of dtype torch.bool", found=found)
+    if is_multimodal.layout is not torch.strided:
+        raise EmbeddingError("is_multimodal is dense", found=is_multimodal.layout)
     if not is_multimodal.is_cpu:
         raise EmbeddingError("is_multimodal stays on the CPU: reading it must not wait", found=is_multimodal.device)
     shape, wanted = is_multimodal.shape, inputs_embeds.shape
@@ -77,6 +79,8 @@ def checked_flags(is_multimodal: Tensor, inputs_embeds: Tensor) -> Flags:
 
 def check_rows(source: Tensor, width: int, **where: Any) -> None:
     """Raise EmbeddingError, with `where`, unless `source` is `[n, width]` of numbers that can be converted."""
+    if source.is_nested:
+        raise EmbeddingError("embedding rows are dense and floating-point", found=_described(source), **where)
     if source.dim() != 2 or source.shape[1] != width:
         raise EmbeddingError(
             "embedding rows are as wide as inputs_embeds",
@@ -120,12 +124,14 @@ def is_tensor(value: object) -> TypeGuard[Tensor]:
 
 
 def _holds_numbers(tensor: Tensor) -> bool:
-    return tensor.dtype in FLOATS and tensor.layout is torch.strided
+    return tensor.dtype in FLOATS and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _described(value: object) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
+    if value.is_nested:
+        return f"a nested tensor of {value.dtype}"
     kind = "" if value.layout is torch.strided else f" ({value.layout})"
     grad = " that requires grad" if value.requires_grad else ""
     return f"{value.dtype} {tuple(value.shape)}{kind}{grad} on {value.device}"

@@ -26,15 +26,16 @@ _SMALL_SOURCE = 16 << 10
 def merge_embeddings(inputs_embeds: Tensor, embeddings: Embeddings, is_multimodal: Tensor) -> Tensor:
     """Write embedding rows over the True positions of a mask, in order, in place.
 
-    Nothing is concatenated that could be large, no index tensor is made on the CPU, and on a device the host waits for
-    nothing. Rows of another floating-point dtype or another device are converted and moved as they are written; the
-    sources themselves never change. They may be views of the destination: they are read before anything is written.
+    Nothing is concatenated that is large (small sources are, up to 4 MiB), no index tensor is made on the CPU, and on a
+    device the host waits for nothing. Rows of another floating-point dtype or another device are converted and moved as
+    they are written; the sources themselves never change. They may be views of the destination: they are read before
+    anything is written.
 
     Args:
         inputs_embeds: destination `[..., width]`, usually `[tokens, width]`, floating-point, on any device, of any
             strides if rows do not overlap. Autograd sees what is written; an inference tensor is taken anywhere.
         embeddings: rows `[..., width]`, or a (nested) sequence of such tensors; in order they fill the True positions.
-            Any floating-point dtypes, devices and strides; they may differ.
+            Any floating-point dtypes, devices and strides; they may differ. A tensor `[0]` is no rows.
         is_multimodal: bool `[...]`, the shape of `inputs_embeds` without its last dimension, on the CPU.
 
     Returns:

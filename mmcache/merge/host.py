@@ -7,6 +7,7 @@ places, run by run, where runs are long, else through a buffer that stays in the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from types import EllipsisType
 
 import numpy as np
@@ -47,9 +48,9 @@ def write_host(target: Tensor, blocks: Iterable[tuple[Tensor, Block]]) -> None:
     for source, block in blocks:
         whole = block.count == source.shape[0]
         rows = source if whole else source[block.first : block.first + block.count]
-        if not rows.is_cpu:
-            rows = rows.to(dtype).cpu()
-        if places is None or (rows.requires_grad and torch.is_grad_enabled()):
+        if not rows.is_cpu:  # written at once, so that not all of them lie on the host at a time
+            write_host(target, [(rows.to(dtype).cpu(), replace(block, first=0))])
+        elif places is None or (rows.requires_grad and torch.is_grad_enabled()):
             _copy_runs(target, rows, block)
         elif rows.dtype is dtype and (found := records_of(rows)) is not None:
             start, flags = block.flags()

@@ -29,9 +29,9 @@ FLAG = np.dtype(np.bool_)
 def records_of(tensor: Tensor) -> Records | None:
     """A dense floating-point tensor `[rows, width]` as an array `[rows]` of its rows' bytes, over the same memory.
 
-    The array keeps the tensor alive. None where the bytes are not what the tensor says or not
-    for everybody to write: it is on a device, of a class of its own, negated lazily, empty, tracked by autograd, or the
-    elements of a row do not lie side by side.
+    The array keeps the tensor alive. None where the bytes are not what the tensor says or not for everybody to write:
+    it is on a device, of a class of its own, negated lazily, empty, tracked by autograd, or the elements of a row do
+    not lie side by side.
     """
     kind = type(tensor)
     if (kind is not Tensor and kind is not torch.nn.Parameter) or not tensor.is_cpu or tensor.is_neg():
@@ -56,7 +56,7 @@ def flags_of(mask: Tensor) -> Flags:
         memory = memory_at(address)
         memory.tensor = mask
         return np.ndarray((mask.numel(),), FLAG, memory)
-    return mask.numpy().reshape(-1)
+    return mask.numpy(force=True).reshape(-1)
 
 
 @lru_cache(maxsize=64)

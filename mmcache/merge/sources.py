@@ -47,7 +47,7 @@ def check_sources(sources: list[Tensor], target: Tensor) -> tuple[list[int], boo
     first, end = extent(target)
     counts = []
     for index, source in enumerate(sources):
-        shape = source.shape
+        shape = _shape_of(source)
         if (
             type(source) is not Tensor
             or source.dtype is not known
@@ -59,7 +59,9 @@ def check_sources(sources: list[Tensor], target: Tensor) -> tuple[list[int], boo
         ):
             if len(shape) > 2:
                 source = sources[index] = source.flatten(0, -2)
-                shape = source.shape
+            elif shape == (0,):  # no rows, as for `torch.cat`
+                source = sources[index] = source.reshape(0, width)
+            shape = _shape_of(source)
             check_rows(source, width, item=index)
             known = source.dtype
             alike = alike and known is dtype
@@ -69,6 +71,10 @@ def check_sources(sources: list[Tensor], target: Tensor) -> tuple[list[int], boo
             sources[index] = source.clone()
         counts.append(shape[0])
     return counts, plain, alike
+
+
+def _shape_of(source: Tensor) -> tuple[int, ...]:
+    return () if source.is_nested else source.shape
 
 
 def grouped(sources: Sequence[Tensor], counts: Sequence[int], most: int) -> list[Tensor | list[Tensor]]:
