@@ -1,10 +1,17 @@
-"""`tier`: one of every kind, for the tests that all of them pass; a plugin of the modules that hold them."""
+"""`tier`: one of every kind, for the tests that all of them pass; `make_store`: stores that end with the test.
+
+A plugin of the modules that use them.
+"""
 
 import pytest
+from tier_faults import FaultyTier
+from tier_helpers import NAMESPACE
 from tier_kinds import SERVERS, WITH_A_BUDGET, make_tier
 from tier_servers import MooncakeCluster, RedisServer, running
 
-from mmcache.tiers import MooncakeTier, RedisTier
+from mmcache.tiers import MemoryTier, MooncakeTier, RedisTier, TieredStore
+
+NEVER = 60.0  # a deadline that no test means to reach
 
 
 @pytest.fixture(scope="module")
@@ -36,3 +43,22 @@ def tier(request, tmp_path):
         made = make_tier(request.param, 64 << 20, tmp_path)
     yield made
     made.close()
+
+
+@pytest.fixture
+def make_store():
+    made = []
+
+    def build(*tiers, **options):
+        store = TieredStore(
+            list(tiers) or [MemoryTier(1 << 24)], **{"namespace": NAMESPACE, "deadline": NEVER} | options
+        )
+        made.append((store, tiers))
+        return store
+
+    yield build
+    for store, tiers in made:
+        for tier in tiers:
+            if isinstance(tier, FaultyTier):
+                tier.go_on()
+        store.close()

@@ -49,3 +49,21 @@ def until(condition, seconds: float = 20.0) -> None:
         if time.monotonic() > end:
             raise AssertionError("what was waited for did not happen")
         time.sleep(0.005)
+
+
+def put_all(store, *identifiers):
+    keys = [store.key(identifier, "image") for identifier in identifiers]
+    for key in keys:
+        store.put(key, rows_of(key.identifier))
+    return keys
+
+
+def balanced(store):
+    """Every look-up is accounted for, in the whole and in every tier."""
+    stats = store.stats()
+    assert stats.lookups == stats.queue_hits + sum(tier.hits for tier in stats.tiers) + stats.misses
+    for tier in stats.tiers:
+        ends = tier.hits + tier.misses + tier.damaged + tier.errors + tier.timeouts + tier.cancelled
+        assert tier.asked == ends, tier
+        assert sum(tier.reasons.values()) == tier.damaged
+    return stats
