@@ -146,6 +146,22 @@ def test_many_small_sources_and_empty_ones(length: int, width: int, dtype: torch
     assert inputs[::2].eq(0).all()
 
 
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize("empty", ["first", "between", "last"])
+@pytest.mark.parametrize("every", [1, 3])
+def test_large_sources_and_empty_ones_of_the_same_memory(
+    dtypes: tuple[torch.dtype, torch.dtype], empty: str, every: int
+) -> None:
+    rows = torch.randn(90, 30000).to(dtypes[0])
+    parts = list(rows.split(30))
+    parts.insert({"first": 0, "between": 1, "last": 3}[empty], rows[40:40])
+    mask = torch.arange(90 * every) % every == 0
+    inputs = torch.zeros(90 * every, 30000, dtype=dtypes[1])
+    merge_embeddings(inputs, parts, mask)
+    assert torch.equal(inputs[mask], rows.to(dtypes[1]))
+    assert inputs[~mask].eq(0).all()
+
+
 @pytest.mark.parametrize("count", [3, 30])
 @pytest.mark.parametrize("width", [4, 4000])
 @pytest.mark.parametrize("wrong", ["width", "integers", "count", "sparse", "none", "packed", "meta"])

@@ -92,15 +92,10 @@ def blocks_of(sources: Iterable[Tensor], flags: Flags) -> Iterator[tuple[Tensor,
 
 
 def ends_of(flags: Flags, counts: Sequence[int]) -> list[int]:
-    """Behind which position the last row of each part lies, if parts of so many rows fill the True flags in order."""
+    """Behind which position each part ends, if parts of so many rows, one or more, fill the True flags in order."""
     if len(counts) < 2:
         return [len(flags)] * len(counts)
-    edges = edges_of(flags)
-    stops = edges[1::2]
-    before = np.cumsum(stops - edges[::2])
-    rows = np.cumsum(counts)
-    run = before.searchsorted(rows)
-    ends: list[int] = (stops[run] - before[run] + rows).tolist()
+    ends: list[int] = (flags.nonzero()[0][np.cumsum(counts) - 1] + 1).tolist()
     return ends
 
 

@@ -97,8 +97,10 @@ def write_flagged(places: Records, flags: Flags, parts: Sequence[Tensor | list[T
     for part in parts:
         rows = records_of(part) if isinstance(part, Tensor) and part.dtype is dtype else None
         for piece in (rows,) if rows is not None else _chunks(part) if isinstance(part, Tensor) else (part,):
-            found.append(piece)
-            counts.append(sum(map(len, piece)) if isinstance(piece, list) else piece.shape[0])
+            count = sum(map(len, piece)) if isinstance(piece, list) else piece.shape[0]
+            if count:
+                found.append(piece)
+                counts.append(count)
     convert = _converter(dtype)
     start = 0
     for piece, end in zip(found, ends_of(flags, counts)):
