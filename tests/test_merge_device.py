@@ -155,6 +155,18 @@ def test_row_numbers_that_one_stream_sent_are_awaited_by_the_others(
             assert accelerator == ["side waits", "used on side", "used on side"]
 
 
+def test_streams_hear_of_device_memory_only(accelerator: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with SimulatedDevice("cuda:0") as sim:
+        staging = Staging(sim.device, PinnedRing(1 << 16), streams_for(sim.device))
+        monkeypatch.setattr("mmcache.merge.write.staging_for", lambda device: staging)
+        rows = torch.ones(3, 8, requires_grad=True)  # on the host, and autograd has to see the way to the device
+        merged = merge_embeddings(torch.zeros(4, 8, device="cuda:0"), rows, torch.tensor([True, True, False, True]))
+        assert [line for line in accelerator if line.startswith("used")] == []
+        merged.sum().backward()
+    assert rows.grad is not None
+    assert rows.grad.eq(1).all()
+
+
 def test_a_device_without_a_module_of_its_own_works_in_order() -> None:
     for device in ("cpu", "meta"):
         streams = streams_for(torch.device(device))

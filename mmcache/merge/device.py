@@ -76,7 +76,8 @@ def write_device(
         if rows.is_cpu and not (rows.requires_grad and torch.is_grad_enabled()):
             _write_staged(target, rows.detach(), block, place, staging)
             continue
-        staging.streams.used(rows)
+        if not rows.is_cpu:
+            staging.streams.used(rows)
         _put_rows(target, rows, block, place)
 
 
