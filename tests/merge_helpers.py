@@ -1,12 +1,15 @@
-"""What the tests of merge plans share: rows, items, requests and lookups that hold rows in a dict."""
+"""What the tests of merges share: rows, items, requests, lookups that hold rows in a dict, and what PyTorch runs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mmcache.errors import UnresolvedItemError
 from mmcache.items import MultimodalItem, MultimodalRequest, PlaceholderRange
@@ -41,3 +44,21 @@ def lookup_of(
 
 def request_of(items: Sequence[MultimodalItem], length: int = 40, name: str = "r") -> MultimodalRequest:
     return MultimodalRequest(name, list(range(length)), items)
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations, and the bytes of the storages that they make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        self.count += 1
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in given:
+                self.largest = max(self.largest, tensor.untyped_storage().nbytes())
+        return result

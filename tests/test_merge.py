@@ -10,9 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from merge_helpers import Operations
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from mmcache.errors import EmbeddingError
 from mmcache.merge import merge_embeddings
@@ -257,24 +256,6 @@ def test_on_a_device_the_host_waits_for_nothing(picture: str, dtype: torch.dtype
         sent = sum(move.nbytes for move in sim.moves)
         assert sent <= 40 * 8 + (0 if where == "device" else 40 * 32)  # indices, and the rows in the target's dtype
         assert torch.equal(inputs.cpu(), expected)
-
-
-class Operations(TorchDispatchMode):
-    """Counts operations, and the bytes of the storages that they make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-        self.largest = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        result = func(*args, **(kwargs or {}))
-        self.count += 1
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in given:
-                self.largest = max(self.largest, tensor.untyped_storage().nbytes())
-        return result
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

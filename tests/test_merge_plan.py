@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from merge_helpers import item, lookup_of, request_of, rows
+from merge_helpers import Operations, item, lookup_of, request_of, rows
 from torch import Tensor
 
 from mmcache.errors import EmbeddingError, UnresolvedItemError
+from mmcache.items import MultimodalRequest
 from mmcache.merge import MergePlan
 
 torch.set_num_threads(1)
@@ -93,6 +96,38 @@ def test_interleaved_items_share_a_span_and_not_a_row() -> None:
     held = {0: rows(4), 1: rows(2, start=101)}
     MergePlan([lookup_of(request, (0, 8), held)]).merge_into(inputs)
     assert inputs[:, 0].tolist() == [0, 1, 5, 101, 105, 9, 13, 0]
+
+
+def test_a_placeholder_token_that_stands_for_no_item_is_left_alone() -> None:
+    typed = MultimodalRequest("r", [7] * 10, [item(4, 2)])  # the user typed the placeholder wherever there is no image
+    inputs = torch.full((10, 4), -1.0)
+    plan = MergePlan([lookup_of(typed, (0, 10), {0: rows(2)})])
+    plan.merge_into(inputs)
+    assert inputs[:, 0].tolist() == [-1] * 4 + [1, 5] + [-1] * 4
+    assert plan.safe_token_ids(torch.full((10,), 7), 0).tolist() == [7] * 4 + [0, 0] + [7] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("is_embed", [None, [True, False] * 1000, ([True] * 9 + [False]) * 200])
+def test_nothing_is_allocated_that_grows_with_the_bytes(dtype: torch.dtype, is_embed: list[bool] | None) -> None:
+    request = request_of([item(0, 2000, is_embed=is_embed)], 2000)
+    held = torch.randn(request.items[0].placeholder.num_embeds, 2048).to(dtype)
+    targets = [torch.zeros(2000, 1024, dtype=torch.bfloat16) for _ in range(2)]
+    plan = MergePlan([lookup_of(request, (0, 2000), {0: held})])
+    with Operations():  # PyTorch imports much when an operation is watched for the first time
+        plan.merge_into(*targets)
+    tracemalloc.start()
+    try:
+        with Operations() as operations:
+            plan.merge_into(*targets)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert operations.largest <= 256 << 10  # written: 2 to 4 MB a level
+    assert peak <= 1 << 20
+    for number, target in enumerate(targets):
+        columns = slice(1024 * number, 1024 * (number + 1))
+        assert torch.equal(target[plan.is_multimodal], held[:, columns].to(torch.bfloat16))
 
 
 def test_a_plan_serves_several_destinations_and_steps() -> None:
