@@ -150,7 +150,10 @@ def test_rows_and_masks_without_memory_of_their_own(dtype: torch.dtype) -> None:
     inputs = torch.ones(4, 3, dtype=dtype)
     merge_embeddings(inputs, torch._efficientzerotensor((2, 3)), mask_of("##--"))
     assert inputs[:, 0].tolist() == [0, 0, 1, 1]
-    merge_embeddings(inputs, torch.ones(0, 3), torch._efficientzerotensor((4,), dtype=torch.bool))
+    nowhere = torch._efficientzerotensor((4,), dtype=torch.bool)
+    merge_embeddings(inputs, torch.ones(0, 3), nowhere)
+    with pytest.raises(EmbeddingError):
+        merge_embeddings(inputs, torch.ones(1, 3), nowhere)
     assert inputs[:, 0].tolist() == [0, 0, 1, 1]
 
 
@@ -161,10 +164,21 @@ def test_the_same_memory_as_another_dtype_is_read_before_it_is_written(rows: int
     buffer = torch.randn(2 * rows, width)
     inputs = buffer.view(torch.bfloat16).view(4 * rows, width)
     source = buffer[:rows]
-    mask = torch.arange(4 * rows) < rows if picture == "one run" else torch.arange(4 * rows) % 4 == 1
+    places = torch.arange(4 * rows)
+    mask = (places > 0) & (places <= rows) if picture == "one run" else places % 4 == 1
     right = source.to(torch.bfloat16)
     merge_embeddings(inputs, source, mask)
     assert torch.equal(inputs[mask].view(torch.int16), right.view(torch.int16))
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_require_grad_are_seen_by_autograd_in_a_plain_destination(pieces: int, dtype: torch.dtype) -> None:
+    rows = torch.randn(3, 4, dtype=dtype, requires_grad=True)
+    merged = merge_embeddings(torch.zeros(5, 4), list(torch.tensor_split(rows, pieces)), mask_of("#-##-"))
+    merged.sum().backward()
+    assert rows.grad is not None
+    assert rows.grad.eq(1).all()
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
