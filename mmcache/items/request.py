@@ -209,9 +209,12 @@ class MultimodalRequest:
         self._payload_until += payload
         self._kept_until += kept
         self._first_of.update(new.first_of)
-        self._embeds_given.update(new.given)
-        self._shared_home.update(new.homes)
-        self._shared.update(new.shared)
+        if new.given:
+            self._embeds_given.update(new.given)
+        if new.homes:
+            self._shared_home.update(new.homes)
+        if new.shared:
+            self._shared.update(new.shared)
         if 0 in end_rows:
             self._zero_rows += [index for index, end_row in enumerate(end_rows, first) if not end_row]
         last_use = self._last_use

@@ -295,7 +295,7 @@ class EncoderLedger:
             open_tickets = [] if session is None else list(session.tickets)
             for ticket in open_tickets:
                 self._close(ticket)
-            if session is not None:
+            if session is not None and session.held:
                 self._sessions.unpin(session, list(session.held))
         self._wake()
         return open_tickets

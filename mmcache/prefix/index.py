@@ -158,7 +158,8 @@ class PrefixIndex:
                 missing = forest.count + stop - first - self._capacity
                 if missing > 0:
                     forest.make_room(place, missing, evicted)
-                    self._given.difference_update(evicted)
+                    if not own_ids:
+                        self._given.difference_update(evicted)
                     end = min(stop, first + self._capacity - forest.count)
                 if first < end:
                     if ids is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +23,7 @@ class Latencies:
         self.count = 0
         self.total = 0.0
         self.most = 0.0
-        self._bins: Counter[int] = Counter()
+        self._bins: dict[int, int] = {}
 
     def add(self, seconds: float) -> None:
         """Count one."""
@@ -32,7 +31,8 @@ class Latencies:
         self.total += seconds
         if seconds > self.most:
             self.most = seconds
-        self._bins[round(_BINS * math.log(seconds)) if seconds > 1e-9 else -(10**9)] += 1
+        place = round(_BINS * math.log(seconds)) if seconds > 1e-9 else -(10**9)
+        self._bins[place] = self._bins.get(place, 0) + 1
 
     @property
     def mean(self) -> float:
@@ -75,7 +75,12 @@ class TimeSeries:
             self.buckets.append([0] * self._width)
         bucket = self.buckets[place]
         for i, value in enumerate(values):
-            bucket[i] += value
+            if value:
+                bucket[i] += value
+
+    def totals(self) -> list[int]:
+        """Sums over all time."""
+        return [sum(column) for column in zip(*self.buckets)] or [0] * self._width
 
 
 class TurnMeans:
@@ -110,7 +115,6 @@ class Simulation:
         requests, tokens, prefix_tokens: requests, their prompt tokens, and how many of these had KV.
         items: occurrences in prompts by status: covered, stored, loaded (given by a tier), in_flight, missing; repeats
             of a missing or loaded one within a request count as stored.
-        bytes: bytes of fields by `REASONS`.
         encodes, encode_seconds: runs of the encoder, one an item, and their seconds.
         needed_seconds: seconds if every item that no prefix covers were encoded.
         plain_encode_seconds: seconds if every item of every request were encoded.
@@ -133,7 +137,6 @@ class Simulation:
     items: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(("covered", "stored", "loaded", "in_flight", "missing"), 0)
     )
-    bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
     encodes: int = 0
     encode_seconds: float = 0.0
     needed_seconds: float = 0.0
@@ -153,13 +156,16 @@ class Simulation:
 
     def loaded(self, tier: str, seconds: float, payload: int) -> None:
         """A tier gives what would have been encoded, and was counted as that."""
-        self.bytes["transfer"] -= payload
-        self.bytes["stored"] += payload
         self.items["missing"] -= 1
         self.items["loaded"] += 1
         self.tier_hits[tier] = self.tier_hits.get(tier, 0) + 1
         self.tier_seconds[tier] = self.tier_seconds.get(tier, 0.0) + seconds
         self.tier_bytes[tier] = self.tier_bytes.get(tier, 0) + payload
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """Bytes of fields by `REASONS`."""
+        return dict(zip(REASONS, self.series.totals()))
 
     @property
     def total_bytes(self) -> int:

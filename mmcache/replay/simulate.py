@@ -18,7 +18,7 @@ from mmcache.planning import ItemStatus
 from mmcache.policies import make_policy
 from mmcache.prefix import PrefixIndex, PrefixMatch
 from mmcache.replay.costs import EngineModel, TierModel
-from mmcache.replay.measures import REASONS, Simulation
+from mmcache.replay.measures import Simulation
 from mmcache.replay.workload import KEPT_BYTES, Conversations, Serial, Turn
 
 __all__ = ["simulate"]
@@ -316,8 +316,6 @@ class _Simulator:
             self._open[turn.conversation] = payloads, seconds
         run.moved = moved
         values = (moved, payloads - moved - stored - joined, stored, joined, KEPT_BYTES * ticket.num_items)
-        for reason, value in zip(REASONS, values):
-            sums.bytes[reason] += value
         sums.series.add(self._now - (self._begin or 0.0), values)
 
 
