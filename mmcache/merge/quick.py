@@ -27,7 +27,7 @@ _SMALL_SOURCE = 64 << 10
 _SMALL = 4 << 20
 # Elements from which a look at the mask pays, whether rows of another dtype go to one run and can be converted straight
 # into it; and up to which they are converted first and copied to their places then, if they go to several (measured).
-_LONG_RUN = 16 << 10
+_LONG_RUN = 64 << 10
 _FEW_ELEMENTS = 512 << 10
 # Looked up once: the way to a name takes as long as half a check.
 _dtype_of, _array, _count, _bool = attrgetter("dtype"), np.ndarray, np.count_nonzero, torch.bool
