@@ -13,16 +13,35 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.engine
-def test_the_example_prints_what_the_page_says(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "ipc.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(import io.*?)```", page, re.DOTALL)
-    (output,) = re.findall(r"It prints\n\n```\n(.*?)```", page, re.DOTALL)
-    script = tmp_path / "example.py"
+PAGE = (ROOT / "docs" / "ipc.md").read_text(encoding="utf-8")
+(CODE,) = re.findall(r"```python\n(import io.*?)```", PAGE, re.DOTALL)
+
+
+def run(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    script = folder / "example.py"
     script.write_text(code, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=500, check=False
     )
+
+
+@pytest.mark.engine
+def test_the_example_prints_what_the_page_says(tmp_path: Path) -> None:
+    (output,) = re.findall(r"It prints\n\n```\n(.*?)```", PAGE, re.DOTALL)
+    done = run(CODE, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == output
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("victims", ["('rank 1',)", "('rank 0', 'rank 1')"])
+@pytest.mark.parametrize("place", ["    receiver = Receiver(", "        with step, torch.no_grad():"])
+def test_the_example_ends_when_workers_are_killed(place: str, victims: str, tmp_path: Path) -> None:
+    """Before they join, and in the middle of a step."""
+    assert CODE.count(place) == 1
+    indent = place[: len(place) - len(place.lstrip())]
+    killed = f"{indent}if name in {victims}:\n{indent}    import os, signal; os.kill(os.getpid(), signal.SIGKILL)\n"
+    done = run(CODE.replace(place, killed + place), tmp_path)
+    assert done.returncode == 1
+    assert re.search(r"RuntimeError: rank \d is gone", done.stderr), done.stderr
