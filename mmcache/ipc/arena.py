@@ -14,7 +14,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from mmcache.errors import ArenaFullError, ConfigError, ReleasedError
+from mmcache.errors import ArenaFullError, ConfigError, FieldError, ReleasedError
 from mmcache.fields import FieldValue
 from mmcache.ipc.extents import Extents
 from mmcache.ipc.reader import GUARD
@@ -84,6 +84,8 @@ class Arena:
                 goes).
             FieldError: a value cannot travel.
         """
+        if not isinstance(fields, Mapping):
+            raise FieldError("content is fields by name", found=type(fields).__name__)
         stored: list[StoredField] = []
         tensors: list[Tensor] = []
         end = 0
@@ -112,9 +114,13 @@ class Arena:
         end = sum(len(part) for part in parts)
         region = self._allocate(end)
         position = region.offset
-        for part in parts:
-            self._view[position : position + len(part)] = part
-            position += len(part)
+        try:
+            for part in parts:
+                self._view[position : position + len(part)] = part
+                position += len(part)
+        except BaseException:
+            self.release(region)
+            raise
         self._seal(region)
         return region
 
@@ -130,6 +136,7 @@ class Arena:
 
     def retain(self, region: Region) -> None:
         """One more reference to a region that the caller holds."""
+        self._check_own(region)
         with self._lock:
             self._retain(region)
 
@@ -137,8 +144,9 @@ class Arena:
         """Give back one reference.
 
         Raises:
-            ReleasedError: there are none; nothing changes.
+            ReleasedError: there are none, or the region is another arena's; nothing changes.
         """
+        self._check_own(region)
         with self._lock:
             if region.refs <= 0:
                 raise ReleasedError("a region is given back as often as it was held", found=f"serial {region.serial}")
@@ -281,7 +289,11 @@ class Arena:
             self._regions += 1
             self._used += size
             self._referenced += size
-            return Region(offset + ALIGNMENT, nbytes, self._serial)
+            return Region(offset + ALIGNMENT, nbytes, self._serial, self.path)
+
+    def _check_own(self, region: Region) -> None:
+        if region.path != self.path:
+            raise ReleasedError("a region is held and given back in its arena", expected=self.path, found=region.path)
 
     def _free(self, region: Region) -> None:
         GUARD.pack_into(self._view, region.offset - ALIGNMENT, 0, 0)  # no reader takes it for what it was
@@ -303,7 +315,9 @@ def _leaves_of(value: FieldValue) -> list[Tensor]:
 
 
 def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+    """What changes when the tensor is written to; -1 where it can be written to unseen."""
+    # Inference tensors count no writes, and who lent memory (numpy, a buffer) may write to it past the tensor.
+    return -1 if tensor.is_inference() or not tensor.untyped_storage().resizable() else tensor._version
 
 
 def _identities(sources: Sequence[Tensor]) -> tuple[tuple[weakref.ref[Tensor], int], ...]:
@@ -313,5 +327,6 @@ def _identities(sources: Sequence[Tensor]) -> tuple[tuple[weakref.ref[Tensor], i
 def _are(known: Sequence[tuple[weakref.ref[Tensor], int]], sources: Sequence[Tensor]) -> bool:
     """Whether the region was written from these very tensors, unchanged since."""
     return len(known) == len(sources) and all(
-        reference() is tensor and version == _version(tensor) for (reference, version), tensor in zip(known, sources)
+        reference() is tensor and version == _version(tensor) >= 0
+        for (reference, version), tensor in zip(known, sources)
     )

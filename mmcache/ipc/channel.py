@@ -5,11 +5,12 @@ from __future__ import annotations
 import select
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 __all__ = ["Channel", "waiter"]
 
 
+@runtime_checkable
 class Channel(Protocol):
     """Two-way transport of whole messages between one sender and one receiver.
 

@@ -119,24 +119,30 @@ class Mirror:
         self._grow(delta.tokens_from, np.frombuffer(tokens, np.int32), total)
         self._append(delta, known, runs, stored)
 
-    def metadata(self, field: str) -> list[FieldValue]:
-        """The `keep_on_cpu` field of every item that has it, in order, on the CPU; empty where none has it.
+    def metadata(self, field: str, num_items: int) -> list[FieldValue]:
+        """The `keep_on_cpu` field of every one of the first items that has it, in order; empty where none has it.
 
         Raises:
-            FieldError: an item has the field, but it is not marked `keep_on_cpu`.
+            FieldError: an item has the field, but it is not marked `keep_on_cpu`; or the name is none.
         """
-        columns = [stored for stored in self._stored if stored.name == field]
-        for number, schema in enumerate(self._schemas) if not columns else ():
-            if any(spec.name == field for spec in schema) and number in self._schema_of:
-                item = self._schema_of.index(number)
-                raise FieldError(
-                    "the field is not marked keep_on_cpu", request_id=self.request_id, item=item, field=field
-                )
-        if len(columns) == 1:
-            return list(columns[0].unpack())
-        if all(one.indices[-1] < other.indices[0] for one, other in pairwise(columns)):
-            return [value for stored in columns for value in stored.unpack()]
-        pairs = [pair for stored in columns for pair in zip(stored.indices, stored.unpack())]
+        if not isinstance(field, str):
+            raise FieldError("a field has a name", request_id=self.request_id, found=repr(field))
+        for number, schema in enumerate(self._schemas):
+            for spec in schema:
+                if spec.name == field and not spec.keep_on_cpu and number in self._schema_of[:num_items]:
+                    item = self._schema_of.index(number)
+                    raise FieldError(
+                        "the field is not marked keep_on_cpu", request_id=self.request_id, item=item, field=field
+                    )
+        columns = [stored for stored in self._stored if stored.name == field and stored.indices[0] < num_items]
+        if not columns:
+            return []
+        if columns[-1].indices[-1] < num_items:
+            if len(columns) == 1:
+                return list(columns[0].unpack())
+            if all(one.indices[-1] < other.indices[0] for one, other in pairwise(columns)):
+                return [value for stored in columns for value in stored.unpack()]
+        pairs = [pair for stored in columns for pair in zip(stored.indices, stored.unpack()) if pair[0] < num_items]
         return [value for _, value in sorted(pairs, key=lambda pair: pair[0])]
 
     def request(self) -> MultimodalRequest:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mmcache.errors import ArenaFullError, FieldError, MissingContentError
 from mmcache.fields import FieldValue, ItemFields
+from mmcache.fields.shared import SharedValue
 from mmcache.ipc.arena import Arena
 from mmcache.ipc.delta import field_spec
 from mmcache.ipc.messages import FieldSpec, Payload, Piece
@@ -29,14 +30,14 @@ class Buffers:
     """The buffers of one message."""
 
     buffers: list[bytes | memoryview] = field(default_factory=list)
-    _known: dict[int, int] = field(default_factory=dict)
+    _known: dict[Hashable, int] = field(default_factory=dict)
 
     def add(self, buffer: bytes | memoryview) -> int:
         """Add a buffer; returns its number."""
         self.buffers.append(buffer)
         return len(self.buffers) - 1
 
-    def add_once(self, key: int, make: Callable[[], bytes | memoryview]) -> int:
+    def add_once(self, key: Hashable, make: Callable[[], bytes | memoryview]) -> int:
         """The number of the buffer with this key, added if it is not there."""
         if key not in self._known:
             self._known[key] = self.add(make())
@@ -72,7 +73,8 @@ class HeldPiece:
                 write_tensor(block.data_ptr() + offset, tensor)
             return block.numpy().data if end else b""
 
-        key = -id(next(iter(self.fields.values())))
+        # Items that share one field are others all the same: the buffer is the same where all of it is.
+        key = tuple((name, id(value)) for name, value in self.fields.items())
         return Piece(place=None, buffer=buffers.add_once(key, write), fields=fields)
 
 
@@ -199,8 +201,10 @@ def _hold(
         return Held(index, embeds, cast("tuple[FieldSpec, ...]", region.note), (HeldPiece({}, region),))
     pieces = [HeldPiece(own, _put(arena, key, own, kind, specs, reap))] if own else []
     for name, value in shared.items():
-        # Written once for all items that share the object; the arena compares what lies under a key anyway.
-        place = _put(arena, (salt, "shared", name, id(value)), {name: value}, None, None, reap)
+        # Written once for all that share the bits; those of a value on a device are unknown, so it is one by itself.
+        bits = None if fields is None else fields.shared_value(name).key
+        bits = id(value) if isinstance(bits, SharedValue) else bits
+        place = _put(arena, (salt, "shared", name, bits), {name: value}, None, None, reap)
         pieces.append(HeldPiece({name: value}, place))
     return Held(index, embeds, specs, tuple(pieces))
 

@@ -43,16 +43,18 @@ class Region:
         offset: of the first byte behind the guard, in the arena.
         nbytes: bytes of content.
         serial: number of the write, never used twice in an arena.
+        path: the arena's.
         fields: what lies in it.
         kind, note: as given to `hold`.
     """
 
-    __slots__ = ("fields", "key", "kind", "nbytes", "note", "offset", "refs", "serial", "sources")
+    __slots__ = ("fields", "key", "kind", "nbytes", "note", "offset", "path", "refs", "serial", "sources")
 
-    def __init__(self, offset: int, nbytes: int, serial: int) -> None:
+    def __init__(self, offset: int, nbytes: int, serial: int, path: str) -> None:
         self.offset = offset
         self.nbytes = nbytes
         self.serial = serial
+        self.path = path
         self.refs = 1
         self.key: Hashable = None
         self.fields: tuple[StoredField, ...] = ()

@@ -14,6 +14,7 @@ from mmcache.errors import ConfigError, MessageError, RequestError
 from mmcache.fields import ItemFields
 from mmcache.ipc.arena import Arena
 from mmcache.ipc.channel import Channel
+from mmcache.ipc.checks import check_pairs, check_plan, check_request
 from mmcache.ipc.compose import Composer
 from mmcache.ipc.links import Links
 from mmcache.ipc.messages import Hello, Payload, Report, Resend, Welcome, decode, encode
@@ -61,6 +62,8 @@ class Sender:
         Args:
             arena: shared memory for payload, which stays the caller's to close; None sends all bytes in messages.
         """
+        if arena is not None and not isinstance(arena, Arena):
+            raise ConfigError("payload lies in an Arena, or in none", found=type(arena).__name__)
         self.arena = arena
         self._links = Links(arena)
         self.session = self._links.session
@@ -82,6 +85,8 @@ class Sender:
         """
         if not isinstance(worker, str) or not worker:
             raise ConfigError("a worker's name is a non-empty string", found=repr(worker))
+        if not isinstance(channel, Channel):
+            raise ConfigError("workers are spoken to over a channel", expected="a Channel", found=repr(channel))
         peer = self._peers.get(worker)
         if peer is None:
             self._peers[worker] = Peer(worker, channel)
@@ -117,13 +122,14 @@ class Sender:
             (All before anything is sent or noted.)
         """
         peers = self._named(workers)
+        parts = check_pairs(parts)
         held: list[list[Held]] = []
         numbered: list[StepPart] = []
         new: dict[str, tuple[MultimodalRequest, int]] = {}
         composer = Composer(self.arena, self._steps + 1, numbered, held)
         try:
             for request, plan in parts:
-                _check_plan(request, plan)
+                check_plan(request, plan)
                 own, missing = self._hold(request, needed_payload(plan))
                 held.append(own)
                 if missing:
@@ -177,6 +183,9 @@ class Sender:
         Raises:
             RequestError: the request has no such item, or the fields are of another modality; nothing is taken.
         """
+        check_request(request)
+        if not isinstance(fields, Mapping):
+            raise RequestError("content is fields by item", request_id=request.request_id, found=type(fields).__name__)
         for index, given in fields.items():
             check_index(request.request_id, index, len(request.items))
             modality = request.items[index].modality
@@ -192,6 +201,8 @@ class Sender:
 
     def finish(self, request: MultimodalRequest | str) -> None:
         """The request is done, rejected or aborted: workers forget it with the next step; idempotent."""
+        if not isinstance(request, str):
+            check_request(request)
         request_id = request if isinstance(request, str) else request.request_id
         known = self._requests.get(request_id)
         if known is None or (not isinstance(request, str) and known[0] is not request):
@@ -365,13 +376,3 @@ class Sender:
 def _within(numbers: tuple[int, list[int]], sequence: int) -> bool:
     """Whether an acknowledgement (all up to, and these beyond) holds a number."""
     return sequence <= numbers[0] or sequence in numbers[1]
-
-
-def _check_plan(request: MultimodalRequest, plan: StepPlan) -> None:
-    if plan.request_id != request.request_id or plan.num_items > len(request.items):
-        raise RequestError(
-            "a plan is sent with its request",
-            request_id=request.request_id,
-            expected=f"at most {len(request.items)} items",
-            found=f"a plan for {plan.request_id!r} with {plan.num_items} items",
-        )

@@ -38,11 +38,12 @@ class WorkerPart:
         plan: the plan; items whose rows were lost here and whose payload came again are missing in it.
     """
 
-    __slots__ = ("_live", "_mirror", "_payload", "_store", "plan")
+    __slots__ = ("_live", "_mirror", "_num_tokens", "_payload", "_store", "plan")
 
     def __init__(self, plan: StepPlan, mirror: Mirror, store: RowStore | None, payload: dict[int, ItemPayload]) -> None:
         self.plan = plan
         self._mirror = mirror
+        self._num_tokens = mirror.num_tokens  # the request may grow while the step is under way
         self._store = store
         self._payload = payload
         self._live = True
@@ -69,8 +70,8 @@ class WorkerPart:
 
     @property
     def token_ids(self) -> Any:
-        """The request's tokens so far: int32 `[num_tokens]`, read-only."""
-        return self._mirror.token_ids
+        """The request's tokens as they were when the step was sent: int32 `[num_tokens]`, read-only."""
+        return self._mirror.token_ids[: self._num_tokens]
 
     @property
     def request(self) -> MultimodalRequest:
@@ -91,7 +92,7 @@ class WorkerPart:
         Raises:
             FieldError: an item has the field, but it is not marked `keep_on_cpu`.
         """
-        return self._mirror.metadata(field)
+        return self._mirror.metadata(field, self.plan.num_items)
 
     def fields(self, index: int) -> ItemFields | None:
         """The fields of an item: metadata, and payload where the step brought it; None for an item without fields.

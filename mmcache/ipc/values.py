@@ -98,8 +98,9 @@ def leaf_of(tensor: Tensor, field: str, start: int) -> tuple[Leaf, int]:
         FieldError: it is sparse, quantised or of another dtype than `DTYPES`.
     """
     name = _NAME_OF.get(tensor.dtype)
-    if name is None or tensor.layout is not torch.strided:
-        raise FieldError("the tensor cannot travel", field=field, found=f"{tensor.dtype}, {tensor.layout}")
+    if name is None or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+        kind = "nested" if tensor.is_nested else "without values" if tensor.is_meta else tensor.layout
+        raise FieldError("the tensor cannot travel", field=field, found=f"{tensor.dtype}, {kind}")
     start = aligned(start)
     return (name, tuple(tensor.shape), start), start + tensor.numel() * _SIZES[name]
 
@@ -159,7 +160,10 @@ def bytes_of(tensor: Tensor) -> bytes | memoryview:
     except (TypeError, RuntimeError):  # on a device, with a gradient, or of a dtype that numpy has not
         if not _is_plain(tensor):
             tensor = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
-        array = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+        flat = tensor.detach().reshape(-1)
+        if flat.stride(0) != 1:  # one element may have any stride, and a view of bytes needs a stride of 1
+            flat = flat.clone(memory_format=torch.contiguous_format)
+        array = flat.view(torch.uint8).numpy()
     return array.reshape(-1).view(np.uint8).data if array.flags.c_contiguous else array.tobytes()
 
 

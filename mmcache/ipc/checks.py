@@ -1,0 +1,40 @@
+"""What a sender is given: requests, and steps of requests with their plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mmcache.errors import RequestError
+from mmcache.items import MultimodalRequest
+from mmcache.planning import StepPlan
+
+__all__ = ["check_pairs", "check_plan", "check_request"]
+
+
+def check_request(request: object) -> None:
+    """Raise RequestError unless it is one."""
+    if not isinstance(request, MultimodalRequest):
+        raise RequestError("a sender knows MultimodalRequests", found=type(request).__name__)
+
+
+def check_pairs(parts: Sequence[tuple[MultimodalRequest, StepPlan]]) -> Sequence[tuple[MultimodalRequest, StepPlan]]:
+    """The parts of a step. Raise RequestError unless they are requests with their plans."""
+    try:
+        pairs = [(request, plan) for request, plan in parts]
+        right = all(isinstance(r, MultimodalRequest) and isinstance(p, StepPlan) for r, p in pairs)
+    except (TypeError, ValueError):
+        right = False
+    if not right:
+        raise RequestError("a step is a list of requests with their plans", found=type(parts).__name__)
+    return pairs
+
+
+def check_plan(request: MultimodalRequest, plan: StepPlan) -> None:
+    """Raise RequestError unless the plan can be of the request."""
+    if plan.request_id != request.request_id or plan.num_items > len(request.items):
+        raise RequestError(
+            "a plan is sent with its request",
+            request_id=request.request_id,
+            expected=f"at most {len(request.items)} items",
+            found=f"a plan for {plan.request_id!r} with {plan.num_items} items",
+        )
