@@ -73,12 +73,20 @@ class CacheCollector:
 
         Args:
             cache: what is read.
-            name: the label `cache` of all metrics.
+            name: the label `cache` of all metrics; another one for each collector of a registry.
             features: the processed features that belong to it, if there are any.
 
         Raises:
-            ConfigError: prometheus-client is not installed.
+            ConfigError: prometheus-client is not installed, or an argument is of another kind.
         """
+        for value, kinds, field in (
+            (cache, (MultimodalCache, EncoderLedger), "cache"),
+            (name, (str,), "name"),
+            (features, (FeatureCache, type(None)), "features"),
+        ):
+            if not isinstance(value, kinds):
+                expected = " or ".join(kind.__name__ for kind in kinds)
+                raise ConfigError("a collector cannot read this", field=field, expected=expected, found=repr(value))
         try:
             from prometheus_client import core
         except ImportError as error:

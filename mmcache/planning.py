@@ -261,7 +261,7 @@ def check_window(
         WindowError: a bound is not an integer, or lies outside the request's tokens.
     """
     if not isinstance(request, MultimodalRequest):
-        raise RequestError("a lookup is for a MultimodalRequest", found=type(request).__name__)
+        raise RequestError("a step is one of a MultimodalRequest", found=type(request).__name__)
     length = request.num_tokens
     start = _bound(request, "num_computed_tokens", num_computed_tokens, length)
     end = length

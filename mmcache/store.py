@@ -63,8 +63,11 @@ class EmbeddingStore:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         try:
             self.device = torch.device(device)
-        except (RuntimeError, TypeError):
-            raise ConfigError("no device of torch's", field="device", found=repr(device)) from None
+            torch.empty(0, device=self.device)
+        except (RuntimeError, TypeError, AssertionError) as error:  # torch asserts that it was built for the device
+            raise ConfigError(
+                f"the device cannot be used: {error}", field="device", found=repr(device), expected="one that is here"
+            ) from None
         self.epoch = uuid.uuid4().hex
         self._held: dict[int, _Held] = {}
         self._ledger_id: str | None = None

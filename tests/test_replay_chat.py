@@ -72,6 +72,16 @@ def test_a_line_is_a_request_with_its_whole_history(trace: Path) -> None:
     assert (second.conversation, second.timestamp, second.line) == ("line 3", None, 3)
 
 
+def test_lines_without_a_name_that_go_on_from_each_other_are_one_conversation(trace: Path) -> None:
+    def said(*texts: str) -> dict[str, object]:
+        return {"messages": [{"role": "user", "content": text} for text in texts]}
+
+    lines = [said("a"), said("b"), said("a", "1", "2"), said("b", "1"), said("a", "1", "3"), said("a", "1", "2", "4")]
+    names = [turn.conversation for turn in read_chat(write(trace, *lines))]
+    # The fifth does not go on from the third, and the first was gone on from already.
+    assert names == ["line 1", "line 2", "line 1", "line 2", "line 5", "line 1"]
+
+
 def test_gzip_and_plain_read_alike_and_the_byte_order_mark_is_ignored(trace: Path) -> None:
     line = {"messages": [user(image("a.png"))]}
     plain = list(read_chat(write(trace, line)))

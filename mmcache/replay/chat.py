@@ -1,8 +1,9 @@
 """Chat traces: one request a line, in the OpenAI chat-messages format, with the whole history every time.
 
-A line is a JSON object with `messages`, and optionally `conversation` (a name) and `timestamp` (seconds). Content is
-text or a list of parts: `text`, `image_url` (a base64 data URI, or a path relative to the trace) and `input_audio`
-(base64 WAV). Nothing is ever downloaded. Other fields are ignored.
+A line is a JSON object with `messages`, and optionally `conversation` (a name) and `timestamp` (seconds). Where no
+conversation is named, a line that begins with all messages of an earlier one goes on from it. Content is text or a list
+of parts: `text`, `image_url` (a base64 data URI, or a path relative to the trace) and `input_audio` (base64 WAV).
+Nothing is ever downloaded. Other fields are ignored.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,7 @@ DEMO_TRACE = Path(__file__).parent / "demo" / "chat.jsonl"
 """The trace that ships with mmcache."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+_MOST_UNNAMED = 1 << 16  # conversations without a name that may go on
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 
 
@@ -33,7 +36,7 @@ class ChatTurn:
     """One request of a trace.
 
     Attributes:
-        conversation: name of the conversation; of a line without one, `"line N"`.
+        conversation: its name; where no line names it, `"line N"` after its first.
         timestamp: seconds, or None.
         messages: the whole chat so far.
         line: number of the line in the trace, from 1.
@@ -69,15 +72,37 @@ def read_chat(path: str | Path, on_bad: OnBadLine = None) -> Iterator[ChatTurn]:
         TraceError: names the file, the line and what is wrong with it.
     """
     path = Path(path)
-    return parsed(path, lambda number, line: _turn(line, _Line(path, number)), on_bad)
+    unnamed = _Unnamed()
+    return parsed(path, lambda number, line: _turn(line, _Line(path, number), unnamed), on_bad)
 
 
-def _turn(raw: bytes, line: _Line) -> ChatTurn:
+class _Unnamed:
+    """The conversations of lines that name none, by what was said so far."""
+
+    def __init__(self) -> None:
+        self._by_messages: OrderedDict[int, str] = OrderedDict()
+
+    def name(self, messages: tuple[Message, ...], number: int) -> str:
+        """The conversation that the messages go on, or a new one."""
+        said = 0
+        lengths = [said := hash((said, message)) for message in messages]
+        name = f"line {number}"
+        for shorter in reversed(lengths[:-1]):
+            if shorter in self._by_messages:
+                name = self._by_messages.pop(shorter)  # what goes on from there again is another conversation
+                break
+        self._by_messages[lengths[-1]] = name
+        if len(self._by_messages) > _MOST_UNNAMED:
+            self._by_messages.popitem(last=False)
+        return name
+
+
+def _turn(raw: bytes, line: _Line, unnamed: _Unnamed) -> ChatTurn:
     record = json_object(line.path, line.number, raw)
     messages = record.get("messages")
     if not isinstance(messages, list) or not messages:
         raise line.error("a request has a non-empty list of messages", field="messages", found=brief(messages))
-    conversation = record.get("conversation", f"line {line.number}")
+    conversation = record.get("conversation", "line")
     if isinstance(conversation, bool) or not isinstance(conversation, (str, int)) or conversation == "":
         raise line.error("a conversation is named by text", field="conversation", found=brief(conversation))
     timestamp = record.get("timestamp")
@@ -85,7 +110,8 @@ def _turn(raw: bytes, line: _Line) -> ChatTurn:
     if timestamp is not None and seconds is None:
         raise line.error("a timestamp is a finite number of seconds", field="timestamp", found=brief(timestamp))
     read = tuple(_message(message, f"message {index}", line) for index, message in enumerate(messages))
-    return ChatTurn(str(conversation), seconds, read, line.number)
+    name = str(conversation) if "conversation" in record else unnamed.name(read, line.number)
+    return ChatTurn(name, seconds, read, line.number)
 
 
 def _message(message: object, place: str, line: _Line) -> Message:

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import count
 from types import TracebackType
 
 import torch
@@ -28,6 +29,7 @@ from mmcache.tiers.keys import MAX_IDENTIFIER_BYTES, MAX_MODALITY_BYTES, Expecte
 from mmcache.tiers.knowledge import Knowledge
 from mmcache.tiers.lane import Lane
 from mmcache.tiers.lifetime import call_at_exit, forked_with
+from mmcache.tiers.memory import MemoryTier
 from mmcache.tiers.pending import PendingRows
 from mmcache.tiers.protocol import Tier, TierUsage
 from mmcache.tiers.reader import Found, TierReader
@@ -87,7 +89,14 @@ class TieredStore:
                 require_trusted_digests(namespace, store=f"tier {tier.name!r}")
         self.namespace = namespace
         namespace_fingerprint(namespace)  # a namespace of the wrong type is an error now
+        lasting = [tier.name for tier in tiers if not isinstance(tier, MemoryTier)]
+        if lasting and not (namespace.model if isinstance(namespace, Namespace) else namespace):
+            _log.warning(
+                "the namespace of tiers %s names no model: whoever opens them with other weights gets these embeddings",
+                ", ".join(map(repr, lasting)),
+            )
         self._on_event = on_event
+        self._tick = count().__next__
         self._counters = Counters()
         self._callbacks = Callbacks("mmcache-tiers-callbacks", self._counters)
         self._timers = Timers("mmcache-tiers-timers")
@@ -122,11 +131,13 @@ class TieredStore:
     def learn(self, keys: Iterable[Key]) -> None:
         """Ask all tiers, in the background and in one batch each, which keys they hold; `known` answers later."""
         keys = keys_of(keys)
+        began = self._tick()
         for lane in self._lanes:
             unasked = set(keys).difference(lane.offered(keys), lane.asked.held(keys))
+            unasked = {key for key in unasked if not lane.writer.blocks(key)}
             if unasked and not self._closed:
                 lane.asked.add(unasked)
-                lane.reader.learn(list(unasked))
+                lane.reader.learn(list(unasked), began)
 
     def prefetch(self, keys: Iterable[Key] | Mapping[Key, Expected | None], on_done: OnDone | None = None) -> Fetch:
         """Start fetching, in the background; tiers are asked in order, each once for all keys.
@@ -137,7 +148,7 @@ class TieredStore:
         """
         expected = wanted_of(keys)
         check_callable("on_done", on_done)
-        fetch = Fetch(expected, on_done, self._cancel)
+        fetch = Fetch(expected, on_done, self._cancel, self._tick(), self._removed_after)
         self._counters.add(lookups=len(expected))
         waiting = self._waiting_rows(expected)
         self._counters.add(queue_hits=len(waiting))
@@ -173,15 +184,16 @@ class TieredStore:
                 lane.writer.put(pending)
 
     def remove(self, keys: Iterable[Key]) -> None:
-        """Remove rows from all tiers. They are not found any more from now on; tiers that are down take it later."""
+        """Remove rows from all tiers. They are not found any more from now on, nor do fetches that are under way give
+        them or bring them back; tiers that are down take it later."""
         keys = keys_of(keys)
-        for lane in self._open_lanes():
+        for lane in reversed(self._open_lanes()):  # what is promoted meanwhile comes from a tier where it is to stay
             lane.writer.remove(keys)
 
     def clear(self, fingerprint: str) -> None:
         """Remove everything under a namespace fingerprint (`Key.namespace`), whoever stored it; as `remove` else."""
         Key(fingerprint, "any")  # a namespace that is none is an error
-        for lane in self._open_lanes():
+        for lane in reversed(self._open_lanes()):
             lane.writer.clear(fingerprint)
 
     def stats(self) -> TieredStats:
@@ -276,11 +288,14 @@ class TieredStore:
         for counters in (self._counters, *(lane.counters for lane in self._lanes)):
             counters.forked()
 
+    def _removed_after(self, key: Key, moment: int) -> bool:
+        return any(lane.knowledge.removed_after(key, moment) for lane in self._lanes)
+
     def _open_lanes(self) -> list[Lane]:
         return [] if self._closed else self._lanes
 
     def _lane(self, tier: Tier, deadline: float, write_behind_bytes: int) -> Lane:
-        counters, knowledge = Counters(), Knowledge()
+        counters, knowledge = Counters(), Knowledge(tick=self._tick)
         reader = TierReader(
             tier,
             deadline=deadline,
@@ -333,10 +348,10 @@ class TieredStore:
         try:
             fetch.deliver({key: (rows, None) for key, (rows, _) in found.items()})
             if damaged:
-                self._lanes[ask.stage].writer.remove(damaged)
+                self._lanes[ask.stage].writer.remove(damaged, wanted=True)
             for lane in self._lanes[: ask.stage]:
                 for key, (rows, entry) in found.items():
-                    lane.writer.put(PendingRows(key, rows, entry=entry), promoted=True)
+                    lane.writer.put(PendingRows(key, rows, entry=entry), read=fetch.began)
         finally:
             self._advance(fetch)  # the ask is settled, so that nobody else would
 
