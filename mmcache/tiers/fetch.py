@@ -10,6 +10,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from mmcache.staging import Event
+from mmcache.tiers.arguments import patience
 from mmcache.tiers.devices import handed_out
 from mmcache.tiers.keys import Expected, Key
 
@@ -24,19 +25,28 @@ class Fetch:
     """Rows that are being fetched. Made by `TieredStore.prefetch`; `poll` it, or give a callback there.
 
     What was found is shared with whoever else found it: rows are not to be written to. Rows on a device are for the
-    stream that is current where they are handed out: it waits until they are written, the host does not.
+    stream that is current where they are handed out: it waits until they are written, the host does not. Rows that are
+    removed from the store before they are handed out are not: they are missing.
     """
 
     def __init__(
-        self, expected: Mapping[Key, Expected | None], on_done: OnDone | None, on_cancel: Callable[[Fetch], None]
+        self,
+        expected: Mapping[Key, Expected | None],
+        on_done: OnDone | None,
+        on_cancel: Callable[[Fetch], None],
+        began: int,
+        removed_after: Callable[[Key, int], bool],
     ) -> None:
         self.expected = expected
+        self.began = began
+        """A moment before anything was looked for; see `Removals`."""
         self.on_done = on_done
         self.stage = 0
         """Index of the tier to ask next; whoever settled the last question moves it on."""
         self.ask: Ask | None = None
         self.cancelled = False
         self._on_cancel = on_cancel
+        self._removed_after = removed_after
         self._lock = Lock()
         self._missing = dict.fromkeys(expected)
         self._found: Rows = {}
@@ -52,14 +62,18 @@ class Fetch:
         """What arrived since the last call. Never waits."""
         with self._lock:
             new, self._new = self._new, {}
-        return _handed_out(new)
+        return self._handed_out(new)
 
     def wait(self, timeout: float | None = None) -> dict[Key, Tensor]:
-        """Wait, at most `timeout` seconds, and return everything that was found by then."""
-        self._done.wait(timeout)
+        """Wait, at most `timeout` seconds, and return everything that was found by then.
+
+        Raises:
+            ConfigError: the timeout is no number.
+        """
+        self._done.wait(patience(timeout))
         with self._lock:
             found = dict(self._found)
-        return _handed_out(found)
+        return self._handed_out(found)
 
     def cancel(self) -> None:
         """Nobody needs the rest any more; the callback is not called. Idempotent."""
@@ -88,6 +102,13 @@ class Fetch:
             self._done.set()
             return True
 
+    def _handed_out(self, found: Rows) -> dict[Key, Tensor]:
+        return {
+            key: handed_out(rows, written)
+            for key, (rows, written) in found.items()
+            if not self._removed_after(key, self.began)
+        }
+
 
 class Ask:
     """The keys that one fetch asks one tier for; settled once: by the answer, the deadline or the asker.
@@ -113,7 +134,3 @@ class Ask:
             fetch, self.fetch = self.fetch, None  # an ask in a queue does not keep the rows alive
             self.settled = True
         return fetch
-
-
-def _handed_out(found: Rows) -> dict[Key, Tensor]:
-    return {key: handed_out(rows, written) for key, (rows, written) in found.items()}

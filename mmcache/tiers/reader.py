@@ -79,10 +79,10 @@ class TierReader:
         self._timers.after(self._allowed(ask.keys), lambda: self._expire(ask))
         self._queue.put(ask)
 
-    def learn(self, keys: Sequence[Key]) -> None:
-        """Find out, some time soon, which of the keys the tier holds."""
+    def learn(self, keys: Sequence[Key], began: int) -> None:
+        """Find out, some time soon, which of the keys the tier holds; what is removed after `began` stays unknown."""
         if self.breaker.closed:
-            self._queue.put(_Learn(keys))
+            self._queue.put(_Learn(keys, began))
 
     def cancel(self, ask: Ask) -> bool:
         """Settle an ask for its asker; False if it is settled already."""
@@ -115,9 +115,9 @@ class TierReader:
                 _log.exception("tier %s: unexpected answer", self._tier.name)
                 for ask in asks:
                     self._give_up(ask)
-            learn = {key: None for item in work if isinstance(item, _Learn) for key in item.keys}
+            learn = [item for item in work if isinstance(item, _Learn)]
             if learn and self.breaker.closed:
-                self._look(list(learn))
+                self._look(list({key: None for item in learn for key in item.keys}), min(item.began for item in learn))
             for probe in (item for item in work if isinstance(item, _Probe)):
                 self._probe(probe)
 
@@ -157,7 +157,7 @@ class TierReader:
                 except DamagedEntryError as error:
                     damaged[key] = error.reason
         missing = [key for key in ask.keys if key not in entries and key not in failed]
-        self._knowledge.add(found)
+        self._knowledge.add(found, fetch.began)
         if gone := self._knowledge.discard([*missing, *damaged]):
             self._on_lost(gone)
         if ask.settle() is None:
@@ -173,13 +173,13 @@ class TierReader:
         )
         self._on_answer(ask, fetch, found, list(damaged))
 
-    def _look(self, keys: list[Key]) -> None:
+    def _look(self, keys: list[Key], began: int) -> None:
         for start in range(0, len(keys), _KEYS_A_CALL):
             part = keys[start : start + _KEYS_A_CALL]
             held = self._call(self._tier.contains_many, part)
             if held is None:
                 return
-            self._knowledge.add(held)
+            self._knowledge.add(held, began)
             if gone := self._knowledge.discard([key for key in part if key not in held]):
                 self._on_lost(gone)
 
@@ -251,10 +251,11 @@ class TierReader:
 
 
 class _Learn:
-    __slots__ = ("keys",)
+    __slots__ = ("began", "keys")
 
-    def __init__(self, keys: Sequence[Key]) -> None:
+    def __init__(self, keys: Sequence[Key], began: int) -> None:
         self.keys = keys
+        self.began = began
 
 
 class _Probe:

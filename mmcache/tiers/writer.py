@@ -91,30 +91,44 @@ class TierWriter:
         """Whether the key is to be removed and may still be there. Takes no lock."""
         return key in self._removals or key.namespace in self._clears or None in self._clears
 
-    def put(self, pending: PendingRows, *, promoted: bool = False) -> bool:
-        """Queue rows; False if they are dropped. Never waits for the tier."""
+    def put(self, pending: PendingRows, *, read: int | None = None) -> bool:
+        """Queue rows; False if they are dropped. Never waits for the tier.
+
+        Args:
+            pending: the rows.
+            read: a moment before they were read from another tier: what was removed after it does not come back. None:
+                they are new.
+        """
         key = pending.key
         with self._condition:
+            if read is not None and self._knowledge.removed_after(key, read):
+                return False
             if key in self._queued or (key in self._knowledge and not self.blocks(key)):
                 return True
             fits = not self._stopping and self._breaker.allows and self._bytes + pending.nbytes <= self._capacity
             if fits:
                 self._bytes += pending.nbytes
-                self._queued[key] = _Item(pending, promoted)
+                self._queued[key] = _Item(pending, read is not None)
                 self._puts.append(key)
                 self._condition.notify_all()
         if not fits:
             self._counters.add(dropped=1)
         return fits
 
-    def remove(self, keys: Sequence[Key]) -> None:
-        """Queue removals, ahead of everything; from now on the keys are not read from the tier."""
+    def remove(self, keys: Sequence[Key], *, wanted: bool = False) -> None:
+        """Queue removals, ahead of everything; from now on the keys are not read from the tier.
+
+        Args:
+            keys: what to remove.
+            wanted: it is this tier's entries that are of no use; what other tiers hold is, and may be promoted.
+        """
         with self._condition:
             for key in keys:
                 self._forget(key)
                 self._removals[key] = None
+            gone = self._knowledge.discard(keys) if wanted else self._knowledge.remove(keys)
             self._condition.notify_all()
-        self._report_removed(self._knowledge.discard(keys))
+        self._report_removed(gone)
 
     def clear(self, namespace: str | None) -> None:
         """Queue the removal of a namespace (None: of everything)."""
@@ -122,8 +136,9 @@ class TierWriter:
             for key in [key for key in self._queued if namespace in (None, key.namespace)]:
                 self._forget(key)
             self._clears[namespace] = None
+            gone = self._knowledge.clear(namespace)
             self._condition.notify_all()
-        self._report_removed(self._knowledge.discard_namespace(namespace))
+        self._report_removed(gone)
 
     def flush(self, timeout: float | None) -> bool:
         """Wait until nothing waits or is being written; False if that takes longer than `timeout` seconds."""
