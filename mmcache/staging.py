@@ -68,7 +68,8 @@ def fill(target: Tensor, source: Tensor) -> None:
         if target_bits is not None and source_bits is not None:
             target_bits[...] = source_bits
             return
-    target.copy_(source.detach())
+    # Between dtypes PyTorch 2.13 may forget that a number is negated lazily.
+    target.copy_(source.detach().resolve_neg().resolve_conj())
 
 
 class Event(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from operator import ne
 from typing import Any, TypeGuard
 
@@ -33,10 +34,15 @@ def rows_of(inputs_embeds: Tensor) -> Tensor:
         raise EmbeddingError(
             "inputs_embeds is a dense floating-point tensor [tokens, width]", found=_described(inputs_embeds)
         )
+    if inputs_embeds.is_neg() and inputs_embeds.element_size() == 1:
+        raise EmbeddingError(
+            "inputs_embeds is not negated lazily: PyTorch negates none of its dtype", found=_described(inputs_embeds)
+        )
     target = inputs_embeds
     if inputs_embeds.dim() > 2:
+        *rows, width = inputs_embeds.shape
         try:
-            target = inputs_embeds.view(-1, inputs_embeds.shape[-1])
+            target = inputs_embeds.view(prod(rows), width)
         except RuntimeError:
             raise EmbeddingError(
                 "inputs_embeds can be seen as [tokens, width] without a copy",

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mmcache.merge.blocks import Block, evenly_spaced
 from mmcache.merge.host import copy_evenly
+from mmcache.merge.records import is_followed
 from mmcache.staging import BITS, Event, Staging, fill
 
 __all__ = ["Places", "send_places", "write_device"]
@@ -73,7 +74,7 @@ def write_device(
     """Write rows of each source `[n, width]`, from wherever they are, to their places in `target` on the device."""
     for (source, block), place in zip(blocks, places):
         rows = source[block.first : block.first + block.count]
-        if rows.is_cpu and not (rows.requires_grad and torch.is_grad_enabled()):
+        if rows.is_cpu and not is_followed(rows):
             _write_staged(target, rows.detach(), block, place, staging)
             continue
         if not rows.is_cpu:
@@ -99,7 +100,7 @@ def _put_rows(target: Tensor, rows: Tensor, block: Block, place: Tensor | None) 
         copy_evenly(target, rows, evenly_spaced(block.runs or ()))
         return
     rows = rows.to(target.device, target.dtype, non_blocking=True)
-    if not (torch.is_grad_enabled() and (target.requires_grad or rows.requires_grad)):
+    if not (is_followed(target) or is_followed(rows) or target.is_neg()):
         # As integers of that size: indexed copies of the smallest float types are not everywhere.
         kind = BITS[target.element_size()]
         target, rows = target.detach().view(kind), rows.detach().view(kind)

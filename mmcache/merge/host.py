@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mmcache.merge.blocks import Block, blocks_of, edges_of, ends_of, evenly_spaced
-from mmcache.merge.records import Flags, Records, records_of
+from mmcache.merge.records import Flags, Records, is_followed, records_of
 from mmcache.merge.sources import as_one
 
 __all__ = ["chunk_elements", "convert_flagged", "copy_evenly", "write_flagged", "write_host"]
@@ -50,7 +50,7 @@ def write_host(target: Tensor, blocks: Iterable[tuple[Tensor, Block]]) -> None:
         rows = source if whole else source[block.first : block.first + block.count]
         if not rows.is_cpu:  # written at once, so that not all of them lie on the host at a time
             write_host(target, [(rows.to(dtype).cpu(), replace(block, first=0))])
-        elif places is None or (rows.requires_grad and torch.is_grad_enabled()):
+        elif places is None or is_followed(rows):
             _copy_runs(target, rows, block)
         elif rows.dtype is dtype and (found := records_of(rows)) is not None:
             start, flags = block.flags()

@@ -15,6 +15,7 @@ from mmcache.items import MultimodalRequest, PlaceholderRange
 from mmcache.merge.blocks import Block, evenly_spaced
 from mmcache.merge.checks import check_rows, overlap, rows_of
 from mmcache.merge.device import Places, send_places
+from mmcache.merge.sources import without_neg
 from mmcache.merge.write import write_blocks
 from mmcache.planning import needed_items
 from mmcache.staging import staging_for
@@ -236,6 +237,7 @@ class MergePlan:
                     **where,
                 )
             check_rows(rows, rows.shape[1], **where)
+            rows = without_neg(rows)
             if any(overlap(rows, target) for target in targets):
                 rows = rows.clone()
             yield part, rows, number

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.overrides import has_torch_function
 
 from mmcache.merge.checks import FLOATS, overlap
@@ -49,6 +50,7 @@ def merge_quickly(inputs: Any, embeddings: Any, mask: Any) -> bool:
             or not (inputs.is_cpu and mask.is_cpu and inputs.is_contiguous() and mask.is_contiguous())
             or inputs.requires_grad
             or inputs.is_neg()
+            or forward_ad._current_level >= 0
         ):
             return False
         target, marked = inputs.data_ptr(), mask.data_ptr()
@@ -66,7 +68,7 @@ def merge_quickly(inputs: Any, embeddings: Any, mask: Any) -> bool:
                 return False
             rows = _together(embeddings)
         slots, columns = rows.shape
-        if columns != width or not rows.is_cpu or rows.requires_grad:
+        if columns != width or not rows.is_cpu or rows.requires_grad or rows.is_neg():
             return False
         if rows.dtype is not dtype:
             if rows.dtype not in FLOATS:
@@ -75,7 +77,7 @@ def merge_quickly(inputs: Any, embeddings: Any, mask: Any) -> bool:
             if elements >= _LONG_RUN and _convert(inputs, flags, rows, elements > _FEW_ELEMENTS):
                 return True
             rows = rows.to(dtype)
-        if not rows.is_contiguous() or rows.is_neg() or (slots == 1 and _count(flags) != 1):  # NumPy would repeat it
+        if not rows.is_contiguous() or (slots == 1 and _count(flags) != 1):  # NumPy would repeat it
             return False
         source = rows.data_ptr()
         if not source or (source < target + total * nbytes and target < source + slots * nbytes):

@@ -16,8 +16,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-__all__ = ["FLAG", "Flags", "Records", "flags_of", "memory_at", "record", "records_of"]
+__all__ = ["FLAG", "Flags", "Records", "flags_of", "is_followed", "memory_at", "record", "records_of"]
 
 Records: TypeAlias = "np.ndarray[Any, np.dtype[np.void]]"
 Flags: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
@@ -30,13 +31,13 @@ def records_of(tensor: Tensor) -> Records | None:
     """A dense floating-point tensor `[rows, width]` as an array `[rows]` of its rows' bytes, over the same memory.
 
     The array keeps the tensor alive. None where the bytes are not what the tensor says or not for everybody to write:
-    it is on a device, of a class of its own, negated lazily, empty, tracked by autograd, or the elements of a row do
+    it is on a device, of a class of its own, negated lazily, empty, followed by autograd, or the elements of a row do
     not lie side by side.
     """
     kind = type(tensor)
     if (kind is not Tensor and kind is not torch.nn.Parameter) or not tensor.is_cpu or tensor.is_neg():
         return None
-    if tensor.requires_grad and torch.is_grad_enabled():
+    if is_followed(tensor):
         return None
     rows, width = tensor.shape
     step, column = tensor.stride()
@@ -47,6 +48,11 @@ def records_of(tensor: Tensor) -> Records | None:
     memory = memory_at(address)
     memory.tensor = tensor
     return np.ndarray((rows,), record(width * size), memory, 0, (step * size,))
+
+
+def is_followed(tensor: Tensor) -> bool:
+    """Whether autograd, forward or backward, follows what is done with a tensor. Forward: any, in case of doubt."""
+    return (tensor.requires_grad and torch.is_grad_enabled()) or forward_ad._current_level >= 0
 
 
 def flags_of(mask: Tensor) -> Flags:

@@ -12,7 +12,7 @@ from torch import Tensor
 from mmcache.errors import EmbeddingError
 from mmcache.merge.checks import check_rows, extent, is_tensor, overlap
 
-__all__ = ["Embeddings", "as_one", "check_sources", "flatten", "grouped"]
+__all__ = ["Embeddings", "as_one", "check_sources", "flatten", "grouped", "without_neg"]
 
 Embeddings: TypeAlias = "Tensor | Sequence[Embeddings]"
 _kind_of = attrgetter("dtype", "device")
@@ -70,7 +70,19 @@ def check_sources(sources: list[Tensor], target: Tensor) -> tuple[list[int], boo
         if start < end and (start + source.nbytes > first or not source.is_contiguous()) and overlap(source, target):
             sources[index] = source.clone()
         counts.append(shape[0])
+    # What only fits is copied by PyTorch, which knows the sign then.
+    if (not alike or not plain or dtype.itemsize == 1) and any(map(Tensor.is_neg, sources)):
+        sources[:] = map(without_neg, sources)
     return counts, plain, alike
+
+
+def without_neg(source: Tensor) -> Tensor:
+    """The same numbers, not negated lazily: a copy into another dtype may forget about the sign (PyTorch 2.13)."""
+    if not source.is_neg():
+        return source
+    if source.element_size() > 1:
+        return source.resolve_neg()
+    return torch._neg_view(source).float().neg().to(source.dtype)  # PyTorch negates no smallest floats
 
 
 def _shape_of(source: Tensor) -> tuple[int, ...]:

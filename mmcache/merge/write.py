@@ -20,7 +20,8 @@ def write_blocks(
 ) -> None:
     """Write rows of each source `[n, width]` to their places in `target` `[rows, width]`.
 
-    Sources may have another dtype or device, but share no memory with `target`. All has been checked before: nothing
+    Sources may have another dtype or device, but share no memory with `target` and are not negated lazily, unless they
+    are of its dtype and on the host. All has been checked before: nothing
     here raises for a caller's mistake.
 
     Args:
@@ -28,6 +29,8 @@ def write_blocks(
         blocks: sources and what is written of them.
         places: on a device, where `send_places` put the rows of these blocks, if that is at hand.
     """
+    if target.is_neg():  # see `without_neg`
+        blocks = ((source.to(target.dtype), block) for source, block in blocks)
     if target.is_cpu:
         write_host(target, blocks)
         wrote(target)
