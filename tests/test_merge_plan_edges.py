@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from merge_helpers import item, lookup_of, request_of, rows
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from mmcache.errors import EmbeddingError, RequestError, UnresolvedItemError
 from mmcache.merge import MergePlan
+from mmcache.testing import SimulatedDevice
 
 torch.set_num_threads(1)
 
@@ -59,6 +62,49 @@ def test_a_destination_given_twice_is_refused() -> None:
     assert inputs.eq(1).all()
     empty = torch.zeros(0, 4)
     assert MergePlan([]).merge_into(empty, torch.zeros(0, 4)) is empty
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda memory: (memory[:, :6, :4], memory[:, 2:8, :4]),  # rows later in the same buffer
+        lambda memory: (memory[:, :6, 2:6], memory[:, :6, 5:9]),  # columns that meet in one
+        lambda memory: (memory[:, :6, :4], memory[:, 5:11, :4]),  # one row, which is padding of the first
+        lambda memory: (memory[0].t()[:6, 1:5], memory[0, 3:9, 3:7]),  # a transposed one
+        lambda memory: (memory[:, :6, :4], memory.view(torch.float16)[:, 5:, 8:12]),  # of another dtype, not shared
+        lambda memory: (memory[:, :6, :4], memory.view(torch.float16)[:, 5:, 7:11]),  # of another dtype
+        lambda memory: (memory[:, :6, 0:8:2], memory[:, :6, 2:10:2]),  # every other column of both
+        lambda memory: (memory[:, :6, 0:8:2], memory[:, :6, 1:9:2]),  # every other column, not shared
+    ],
+)
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_a_destination_that_overlaps_another_is_refused_before_anything_is_written(
+    cut: Callable[[Tensor], tuple[Tensor, Tensor]], number: int, device: str
+) -> None:
+    count = 2 + number
+    plan = MergePlan([lookup_of(request_of([item(1, 2)]), (0, 6), {0: rows(2, 4 * count)})])
+    first, second = cut(torch.arange(12 * 12).view(1, 12, 12).float())
+    probe = torch.zeros(12 * 12 * 4, dtype=torch.uint8)
+    for mark, tensor in enumerate((first, second), 1):
+        start, size = tensor.storage_offset() * tensor.element_size(), tensor.element_size()
+        for place in np.ndindex(*tensor.shape):
+            at = start + sum(i * stride for i, stride in zip(place, tensor.stride())) * size
+            probe[at : at + size] |= mark
+    shared = bool(probe.eq(3).any())
+    with SimulatedDevice("cuda:0") as simulated:
+        memory = torch.arange(12 * 12).view(1, 12, 12).float()
+        first, second = cut(memory if device == "cpu" else simulated.to_device(memory))
+        destinations = [first, *[torch.zeros(6, 4, device=device)] * number, second]
+        before = [destination.cpu() for destination in destinations]
+        if shared:
+            with pytest.raises(EmbeddingError, match=f"level {number}"):
+                plan.merge_into(*destinations)
+            assert all(torch.equal(a.cpu(), b) for a, b in zip(destinations, before))
+        else:
+            plan.merge_into(*destinations)
+            found = torch.cat([d.cpu().view(-1, 4)[1:3].float() for d in destinations], 1)
+            assert torch.equal(found, rows(2, 4 * count))
 
 
 def test_destinations_of_several_dtypes_and_strides_in_one_call() -> None:

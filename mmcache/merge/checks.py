@@ -6,14 +6,17 @@ from math import prod
 from operator import ne
 from typing import Any, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mmcache.errors import EmbeddingError
-from mmcache.merge.records import Flags, flags_of
+from mmcache.merge.records import Flags, flags_of, memory_at, record
 
-__all__ = ["FLOATS", "check_rows", "checked_flags", "extent", "is_tensor", "overlap", "rows_of"]
+__all__ = ["FLOATS", "check_rows", "checked_flags", "extent", "is_tensor", "overlap", "rows_of", "share_memory"]
 
+# Candidates to look at for a byte that two tensors share: some milliseconds.
+_MOST_WORK = 100_000
 # What rows may be of. Not of two numbers a byte: such a tensor is not of the width that its shape says, and PyTorch
 # does not convert it.
 FLOATS = frozenset(
@@ -103,6 +106,26 @@ def overlap(first: Tensor, second: Tensor) -> bool:
     start, end = extent(first)
     other, other_end = extent(second)
     return start < other_end and other < end
+
+
+def share_memory(first: Tensor, second: Tensor) -> bool:
+    """Whether two dense tensors have a byte in common: slices that interleave in one buffer have none.
+
+    In the rare case that this takes long to find out they are said to have one.
+    """
+    if not (first.numel() and second.numel() and overlap(first, second)):
+        return False
+    try:
+        return np.shares_memory(_places_of(first), _places_of(second), max_work=_MOST_WORK)
+    except np.exceptions.TooHardError:
+        return True
+
+
+def _places_of(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """An array that is never read, with elements at the tensor's addresses: they may be a device's."""
+    size = tensor.element_size()
+    strides = [stride * size for stride in tensor.stride()]
+    return np.ndarray(tuple(tensor.shape), record(size), memory_at(tensor.data_ptr()), 0, strides)
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:

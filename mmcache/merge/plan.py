@@ -13,7 +13,7 @@ from mmcache.errors import EmbeddingError, RequestError, UnresolvedItemError, Wi
 from mmcache.integers import as_int
 from mmcache.items import MultimodalRequest, PlaceholderRange
 from mmcache.merge.blocks import Block, evenly_spaced
-from mmcache.merge.checks import check_rows, overlap, rows_of
+from mmcache.merge.checks import check_rows, overlap, rows_of, share_memory
 from mmcache.merge.device import Places, send_places
 from mmcache.merge.sources import without_neg
 from mmcache.merge.write import write_blocks
@@ -163,14 +163,15 @@ class MergePlan:
 
         Args:
             inputs_embeds: `[rows, hidden]` with at least `num_rows` rows (or `[1, rows, hidden]`).
-            levels: further destinations of the same hidden size, for DeepStack models.
+            levels: further destinations of the same hidden size, for DeepStack models. No two destinations have memory
+                in common; columns of one buffer, side by side, do not.
 
         Returns:
             `inputs_embeds`.
 
         Raises:
             UnresolvedItemError: an item's rows are not here (unless `skip_unresolved`). Names request and item.
-            EmbeddingError: a destination is too small or of the wrong kind, or an item's rows are not as many as its
+            EmbeddingError: a destination is too small, of the wrong kind or overlaps another one, or an item's rows are not as many as its
                 slots or not as wide as the destinations. Names request and item.
         """
         if not self._parts and not levels:
@@ -185,8 +186,10 @@ class MergePlan:
                 raise EmbeddingError(
                     f"level {number} is as wide as inputs_embeds", expected=hidden, found=rest.shape[1]
                 )
-            if rest.numel() and any(rest.data_ptr() == other.data_ptr() for other in targets):
-                raise EmbeddingError(f"level {number} is a tensor of its own", found="a destination given twice")
+            if any(share_memory(rest, other) for other in targets):
+                raise EmbeddingError(
+                    f"level {number} is a tensor of its own", found="memory that is written for another destination"
+                )
             targets.append(rest)
         resolved = list(self._resolved(targets))
         if any(t.is_inference() for t in targets) and not torch.is_inference_mode_enabled():
