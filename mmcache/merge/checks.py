@@ -116,7 +116,7 @@ def share_memory(first: Tensor, second: Tensor) -> bool:
     if not (first.numel() and second.numel() and overlap(first, second)):
         return False
     try:
-        return np.shares_memory(_places_of(first), _places_of(second), max_work=_MOST_WORK)
+        return np.shares_memory(_places_of(first), _places_of(second), max_work=_MOST_WORK)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 

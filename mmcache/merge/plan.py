@@ -171,8 +171,8 @@ class MergePlan:
 
         Raises:
             UnresolvedItemError: an item's rows are not here (unless `skip_unresolved`). Names request and item.
-            EmbeddingError: a destination is too small, of the wrong kind or overlaps another one, or an item's rows are not as many as its
-                slots or not as wide as the destinations. Names request and item.
+            EmbeddingError: a destination is too small, of the wrong kind or overlaps another one, or an item's rows are
+                not as many as its slots or not as wide as the destinations. Names request and item.
         """
         if not self._parts and not levels:
             self._check_length(inputs_embeds)
