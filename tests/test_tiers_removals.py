@@ -3,35 +3,13 @@
 import threading
 
 import pytest
-from tier_faults import FaultyTier
+from tier_faults import FaultyTier, LateTier
 from tier_helpers import read, rows_of, same_bits, until, write
 
 from mmcache.tiers import MemoryTier
 from mmcache.tiers.removals import Removals
 
 pytest_plugins = ["tier_fixtures"]
-
-
-class LateTier(FaultyTier):
-    """Reads at once and answers when the gate opens."""
-
-    def get_many(self, keys):
-        found = self.inner.get_many(keys)
-        self.calls["read"] += 1
-        self.gate.wait()
-        return found
-
-    def contains_many(self, keys):
-        found = self.inner.contains_many(keys)
-        self.calls["looked"] += 1
-        self.gate.wait()
-        return found
-
-    def put_many(self, entries):
-        return self.inner.put_many(entries)
-
-    def remove_many(self, keys):
-        return self.inner.remove_many(keys)
 
 
 REMOVALS = {

@@ -129,3 +129,25 @@ class FaultyTier:
         elif fault == "swapped" and last is not None:
             return last
         return Entry(bytes(header), payload)
+
+
+class LateTier(FaultyTier):
+    """Reads at once and answers when the gate opens."""
+
+    def get_many(self, keys):
+        found = self.inner.get_many(keys)
+        self.calls["read"] += 1
+        self.gate.wait()
+        return found
+
+    def contains_many(self, keys):
+        found = self.inner.contains_many(keys)
+        self.calls["looked"] += 1
+        self.gate.wait()
+        return found
+
+    def put_many(self, entries):
+        return self.inner.put_many(entries)
+
+    def remove_many(self, keys):
+        return self.inner.remove_many(keys)

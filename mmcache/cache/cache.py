@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Literal
 
 from mmcache.cache.config import CacheConfig
@@ -73,7 +74,7 @@ class MultimodalCache:
                 on_event=self._tier_event,
             )
             self._tiers = TierLink(
-                tiered, self._ledger, self._store, config.adapter_touches_encoder, self._intake.fits, self._tell_stored
+                tiered, self._ledger, self._store, config.adapter_touches_encoder, self._intake, self._tell_stored
             )
         self._prefix_asked = 0
         self._prefix_found = 0
@@ -244,6 +245,9 @@ class MultimodalCache:
         Lookups that hold rows keep them; an encode that began earlier serves its own lookup and is not stored. The
         prefix index is cleared only if asked for; processed features stay valid whatever the weights.
 
+        It goes from the tiers, too: at once under the salts and adapters of the requests so far, and under others
+        before the first lookup that brings them. Other processes' caches forget nothing: each is told for itself.
+
         Args:
             namespace: forget only if this is the cache's namespace; None means it is.
             identifier: forget this content alone.
@@ -252,9 +256,8 @@ class MultimodalCache:
         self._release_forgotten()
         if namespace is not None and namespace != self.config.namespace:
             return
-        self._ledger.invalidate(identifier)
-        if self._tiers is not None:
-            self._tiers.forget(identifier)
+        with self._tiers.forgetting(identifier) if self._tiers is not None else nullcontext():
+            self._ledger.invalidate(identifier)
         if identifier is None:
             self._intake.forget()
         if prefix and self.prefix is not None:

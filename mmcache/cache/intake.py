@@ -9,6 +9,7 @@ from mmcache.errors import EmbeddingError
 from mmcache.ledger import EncoderLedger, Ticket
 from mmcache.planning import ItemStatus
 from mmcache.store import Embeddings, asked_for, check_rows
+from mmcache.tiers import Expected
 
 __all__ = ["Embeddings", "Intake"]
 
@@ -31,6 +32,12 @@ class Intake:
             row_bytes in (None, rows.shape[1] * rows.element_size())
             and self._dtypes.get(modality, rows.dtype) is rows.dtype
         )
+
+    def expected(self, modality: str, num_rows: int) -> Expected:
+        """What rows from a tier must be, as far as it is known."""
+        row_bytes, dtype = self._ledger.row_bytes.get(modality), self._dtypes.get(modality)
+        width = row_bytes // dtype.itemsize if row_bytes is not None and dtype is not None else None
+        return Expected(num_rows, width, dtype)
 
     def check(self, ticket: Ticket, embeddings: Embeddings) -> dict[int, Tensor]:
         """The rows by item index.

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from threading import Lock
 
 from torch import Tensor
 
+from mmcache.cache.intake import Intake
 from mmcache.items import MultimodalRequest
 from mmcache.ledger import EncoderLedger, Entry, Ticket
 from mmcache.store import EmbeddingStore
-from mmcache.tiers import Expected, Key, TieredStore
+from mmcache.tiers import Key, TieredStore
 
 __all__ = ["TierLink"]
 
 _MODALITIES = ("image", "video", "audio")
 """What other processes may have stored an identifier under, whatever came by here."""
+
+_IDENTIFIERS = 1 << 16
+"""That were forgotten and are remembered as such, for namespaces and modalities that come by later."""
 
 
 class TierLink:
@@ -30,7 +36,7 @@ class TierLink:
         ledger: EncoderLedger,
         store: EmbeddingStore,
         split_by_adapter: bool,
-        fits: Callable[[str, Tensor], bool],
+        intake: Intake,
         settled: Callable[[Sequence[Entry]], None],
     ) -> None:
         """Link a cache's ledger and store to tiers.
@@ -39,22 +45,29 @@ class TierLink:
             tiers: the tiers; the link closes them.
             ledger, store: the cache's.
             split_by_adapter: whether adapters have keys of their own.
-            fits: whether rows can be those of a modality, by width and dtype.
+            intake: knows what the rows of a modality are.
             settled: called after rows were loaded, or not, so that drops and events are dealt with.
         """
         self.tiers = tiers
         self._ledger = ledger
         self._store = store
         self._split_by_adapter = split_by_adapter
-        self._fits = fits
+        self._intake = intake
         self._settled = settled
         self._modalities = set(_MODALITIES)
+        self._lock = Lock()
+        self._forgetting = 0
+        self._cleared: set[str] | None = None
+        self._removed: dict[str, set[Key]] = {}
 
     def key(self, request: MultimodalRequest, identifier: str, modality: str) -> Key:
         """The tiers' key of a content for a request. One identifier has rows of its own in each modality."""
         self._modalities.add(modality)
         adapter = request.adapter if self._split_by_adapter else None
-        return self.tiers.key(identifier, modality, salt=request.cache_salt, adapter=adapter)
+        key = self.tiers.key(identifier, modality, salt=request.cache_salt, adapter=adapter)
+        if self._cleared is not None or self._removed:
+            self._catch_up(key, identifier)
+        return key
 
     def load(self, ticket: Ticket) -> None:
         """Have what this lookup would encode loaded instead, as far as tiers are known to have it."""
@@ -62,6 +75,8 @@ class TierLink:
         if not owned:
             return
         keys = {self.key(ticket.request, entry.identifier, entry.modality): entry for entry in owned}
+        if self._forgetting:
+            return
         known = self.tiers.known(keys)
         if len(known) < len(keys):
             self.tiers.learn([key for key in keys if key not in known])
@@ -74,7 +89,7 @@ class TierLink:
         for index in indices:
             item = request.items[index]
             contents.setdefault(self.key(request, item.identifier, item.modality), index)
-        if not contents:
+        if not contents or self._forgetting:
             return
         known = self.tiers.known(contents)
         self.tiers.learn([key for key in contents if key not in known])
@@ -90,16 +105,58 @@ class TierLink:
         for entry in entries:
             rows = self._store.get(entry.handle)
             if rows is not None:
-                self.tiers.put(self.key(request, entry.identifier, entry.modality), rows)
+                key = self.key(request, entry.identifier, entry.modality)
+                with self._lock:
+                    if not entry.detached:  # else `forgetting` may be past the removal; if not, it waits for the lock
+                        self.tiers.put(key, rows)
 
-    def forget(self, identifier: str | None) -> None:
-        """Remove a content, or everything, of all modalities, salts and adapters that were seen."""
-        for salt, adapter in self._ledger.loads.scopes():
-            if identifier is None:
-                self.tiers.clear(self.tiers.key("any", "", salt=salt, adapter=adapter).namespace)
-            else:
-                modalities = tuple(self._modalities)
-                self.tiers.remove([self.tiers.key(identifier, m, salt=salt, adapter=adapter) for m in modalities])
+    @contextmanager
+    def forgetting(self, identifier: str | None) -> Iterator[None]:
+        """Within it the ledger forgets a content, or everything; at its end the tiers have forgotten it, too.
+
+        It goes from all modalities, salts and adapters that were seen, and from others before they are looked for.
+        Nothing is loaded meanwhile: a new entry of the ledger's would get old rows.
+        """
+        with self._lock:
+            self._forgetting += 1
+        try:
+            yield
+            with self._lock:
+                self._forget(identifier)
+        finally:
+            with self._lock:
+                self._forgetting -= 1
+
+    def _forget(self, identifier: str | None) -> None:
+        scopes = {(None, None), *self._ledger.loads.scopes()}
+        modalities = ("",) if identifier is None else tuple(self._modalities)
+        keys = {
+            self.tiers.key(identifier or "any", modality, salt=salt, adapter=adapter)
+            for salt, adapter in scopes
+            for modality in modalities
+        }
+        if identifier is None:
+            self._cleared = {key.namespace for key in keys}
+            self._removed = {}
+            for namespace in self._cleared:
+                self.tiers.clear(namespace)
+        else:
+            self._removed.pop(identifier, None)
+            self._removed[identifier] = keys
+            if len(self._removed) > _IDENTIFIERS:
+                del self._removed[next(iter(self._removed))]
+            self.tiers.remove(keys)
+
+    def _catch_up(self, key: Key, identifier: str) -> None:
+        """What was forgotten before its namespace or modality came by goes now."""
+        with self._lock:
+            if self._cleared is not None and key.namespace not in self._cleared:
+                self._cleared.add(key.namespace)
+                self.tiers.clear(key.namespace)
+            removed = self._removed.get(identifier)
+            if removed is not None and key not in removed:
+                removed.add(key)
+                self.tiers.remove((key,))
 
     def _fetch(self, loading: Mapping[Key, Entry]) -> None:
         if not loading:
@@ -108,13 +165,16 @@ class TierLink:
         def done(found: dict[Key, Tensor]) -> None:
             for key, entry in loading.items():
                 rows = found.get(key)
-                if rows is not None and rows.shape[0] == entry.num_rows and self._fits(entry.modality, rows):
+                if rows is not None and rows.shape[0] == entry.num_rows and self._intake.fits(entry.modality, rows):
                     nbytes = self._store.put(entry.handle, rows, copy=False)
                     self._ledger.loads.loaded(entry, nbytes)
                     if entry.gone:  # invalidated meanwhile
                         self._store.drop((entry.handle,))
                 else:
+                    if rows is not None:  # another width or dtype: what is encoded in its place has to be stored
+                        self.tiers.remove((key,))
                     self._ledger.loads.loaded(entry, None)
             self._settled(list(loading.values()))
 
-        self.tiers.prefetch({key: Expected(rows=entry.num_rows) for key, entry in loading.items()}, done)
+        expected = self._intake.expected
+        self.tiers.prefetch({key: expected(entry.modality, entry.num_rows) for key, entry in loading.items()}, done)

@@ -322,7 +322,9 @@ class TieredStore:
             if not lane.writer.idle:
                 for key, wanted in expected.items():
                     pending = lane.writer.queued(key)
-                    if pending is not None and (wanted is None or wanted.fits(pending.rows)):
+                    if pending is not None and wanted is not None and not wanted.fits(pending.rows):
+                        lane.writer.remove((key,), wanted=True)
+                    elif pending is not None:
                         found[key] = (pending.rows, pending.written)
         return found
 
