@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmcache.errors import ConfigError, FieldError, MMCacheError, ReleasedError, RequestError
 from mmcache.fields import FieldConfig, ItemFields
-from mmcache.ipc import Arena, Sender
+from mmcache.ipc import Arena, Receiver, Sender
 from mmcache.items import MultimodalItem, MultimodalRequest, PlaceholderRange
 
 BATCHED = FieldConfig.batched("image")
@@ -183,6 +183,10 @@ def test_what_a_caller_gets_wrong_is_named_and_changes_nothing() -> None:
         (RequestError, lambda: sender.send(None)),  # type: ignore[arg-type]
         (RequestError, lambda: sender.send([plan])),  # type: ignore[list-item]
         (RequestError, lambda: sender.send((source, plan))),  # type: ignore[arg-type]
+        (ConfigError, lambda: sender.send([(source, plan)], workers="w")),
+        (ConfigError, lambda: sender.send([(source, plan)], workers=5)),  # type: ignore[arg-type]
+        (ConfigError, lambda: Receiver(None, "w")),  # type: ignore[arg-type]
+        (ConfigError, lambda: Arena(1 << 12, directory=None)),  # type: ignore[arg-type]
         (RequestError, lambda: sender.finish(5)),  # type: ignore[arg-type]
         (RequestError, lambda: sender.supply(source, None)),  # type: ignore[arg-type]
         (RequestError, lambda: sender.supply(5, {})),  # type: ignore[arg-type]

@@ -49,6 +49,8 @@ class Arena:
         """
         if type(capacity_bytes) is not int or not 0 < capacity_bytes < 1 << 62:
             raise ConfigError("an arena's budget is a positive integer, in bytes", found=repr(capacity_bytes))
+        if not isinstance(directory, (str, os.PathLike)):
+            raise ConfigError("an arena's directory is a path", field="directory", found=repr(directory))
         remove_abandoned(directory)
         capacity = aligned(capacity_bytes)
         self._segment = Segment(capacity, directory)

@@ -52,8 +52,12 @@ class Receiver:
             reads_payload: False for later pipeline stages, which need tokens, plans and metadata only.
 
         Raises:
-            ConfigError: a store without payload: rows that it lacks could not be made.
+            ConfigError: a store without payload: rows that it lacks could not be made; no channel, or no name.
         """
+        if not isinstance(channel, Channel):
+            raise ConfigError("the scheduler is spoken to over a channel", expected="a Channel", found=repr(channel))
+        if not isinstance(worker, str) or not worker:
+            raise ConfigError("a worker's name is a non-empty string", found=repr(worker))
         if store is not None and not reads_payload:
             raise ConfigError("a worker that keeps rows reads payload", found="a store and reads_payload=False")
         self.worker = worker

@@ -233,6 +233,8 @@ class Sender:
     def _named(self, workers: Iterable[str] | None) -> list[Peer]:
         if workers is None:
             return list(self._peers.values())
+        if isinstance(workers, str) or not isinstance(workers, Iterable):
+            raise ConfigError("workers are named by a collection of their names", found=repr(workers))
         peers = []
         for name in dict.fromkeys(workers):
             if name not in self._peers:
