@@ -35,10 +35,15 @@ def test_the_example_prints_what_the_page_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("victims", ["('rank 1',)", "('rank 0', 'rank 1')"])
-@pytest.mark.parametrize("place", ["    receiver = Receiver(", "        with step, torch.no_grad():"])
+@pytest.mark.parametrize(
+    ("place", "victims"),
+    [
+        ("    receiver = Receiver(", "('rank 1',)"),
+        ("        with step, torch.no_grad():", "('rank 0', 'rank 1')"),
+    ],
+    ids=["one before it joins", "both in the middle of a step"],
+)
 def test_the_example_ends_when_workers_are_killed(place: str, victims: str, tmp_path: Path) -> None:
-    """Before they join, and in the middle of a step."""
     assert CODE.count(place) == 1
     indent = place[: len(place) - len(place.lstrip())]
     killed = f"{indent}if name in {victims}:\n{indent}    import os, signal; os.kill(os.getpid(), signal.SIGKILL)\n"
