@@ -42,6 +42,14 @@ class Block:
         before = np.cumsum(runs[:, 1]) - runs[:, 1]
         return np.repeat(runs[:, 0] - before, runs[:, 1]) + np.arange(self.count)
 
+    def stretches(self) -> Sequence[tuple[int, int]]:
+        """`runs`, also where they are given as positions."""
+        if self.runs is not None:
+            return self.runs
+        rows = self.indices()
+        edges = (np.diff(rows, prepend=-2, append=rows[-1] + 2) != 1).nonzero()[0]
+        return list(zip(rows[edges[:-1]].tolist(), np.diff(edges).tolist()))
+
     def flags(self) -> tuple[int, Flags]:
         """The first row of the destination, and which rows from there on receive one."""
         if self.runs is None:

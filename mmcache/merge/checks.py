@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import prod
 from operator import ne
 from typing import Any, TypeGuard
@@ -13,8 +14,21 @@ from torch import Tensor
 from mmcache.errors import EmbeddingError
 from mmcache.merge.records import Flags, flags_of, memory_at, record
 
-__all__ = ["FLOATS", "check_rows", "checked_flags", "extent", "is_tensor", "overlap", "rows_of", "share_memory"]
+__all__ = [
+    "FLOATS",
+    "check_autograd",
+    "check_readable",
+    "check_rows",
+    "checked_flags",
+    "extent",
+    "is_tensor",
+    "no_memory",
+    "overlap",
+    "rows_of",
+    "share_memory",
+]
 
+_PLAIN_VIEW = torch._C._autograd.CreationMeta.DEFAULT
 # Candidates to look at for a byte that two tensors share: some milliseconds.
 _MOST_WORK = 100_000
 # What rows may be of. Not of two numbers a byte: such a tensor is not of the width that its shape says, and PyTorch
@@ -53,14 +67,36 @@ def rows_of(inputs_embeds: Tensor) -> Tensor:
             ) from None
     if not target.is_contiguous() and _overlaps_itself(target):
         raise EmbeddingError("the rows of inputs_embeds do not overlap", found=f"strides {inputs_embeds.stride()}")
-    if target.requires_grad and torch.is_grad_enabled():
-        base = inputs_embeds._base if inputs_embeds._is_view() else inputs_embeds
-        if base is None or base.is_leaf:
-            raise EmbeddingError(
-                "inputs_embeds is written in place, which autograd forbids for a leaf that requires grad",
-                found=_described(inputs_embeds),
-            )
+    check_autograd(target)
     return target
+
+
+def check_autograd(target: Tensor, sources: Iterable[Tensor] = ()) -> None:
+    """Raise EmbeddingError if autograd forbids to write these sources to `target`."""
+    if not torch.is_grad_enabled() or target.is_inference():
+        return
+    if not target.requires_grad and not any(source.requires_grad for source in sources):
+        return
+    viewed = target._is_view()
+    base = target._base if viewed else target
+    if target.requires_grad and (base is None or base.is_leaf):
+        kind = "a leaf that requires grad"
+    elif viewed and torch._C._autograd._get_creation_meta(target) != _PLAIN_VIEW:
+        kind = "a view that was made without grad, or as one of several (as by `split`, `chunk` or `unbind`)"
+    else:
+        return
+    raise EmbeddingError(
+        f"inputs_embeds is written in place, which autograd forbids for {kind}", found=_described(target)
+    )
+
+
+def check_readable(source: Tensor, **where: Any) -> None:
+    """Raise EmbeddingError, with `where`, if autograd forbids to read rows: of a view whose base was overwritten."""
+    if source.requires_grad and torch.is_grad_enabled():
+        try:
+            _ = source.grad_fn
+        except RuntimeError as error:
+            raise EmbeddingError("autograd can follow the rows", found=str(error), **where) from None
 
 
 def checked_flags(is_multimodal: Tensor, inputs_embeds: Tensor) -> Flags:
@@ -83,7 +119,10 @@ def checked_flags(is_multimodal: Tensor, inputs_embeds: Tensor) -> Flags:
             expected=tuple(wanted[:-1]),
             found=tuple(shape),
         )
-    return flags_of(is_multimodal)
+    try:
+        return flags_of(is_multimodal)
+    except RuntimeError:
+        raise no_memory() from None
 
 
 def check_rows(source: Tensor, width: int, **where: Any) -> None:
@@ -129,12 +168,26 @@ def _places_of(tensor: Tensor) -> np.ndarray[Any, Any]:
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:
-    """Address of a dense tensor's first byte, and of the one behind its last."""
-    start = tensor.data_ptr()
+    """Address of a dense tensor's first byte, and of the one behind its last.
+
+    Raises:
+        EmbeddingError: it has no memory of its own.
+    """
+    try:
+        start = tensor.data_ptr()
+    except RuntimeError:
+        raise no_memory() from None
     if tensor.is_contiguous():
         return start, start + tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return start, start + (last + 1) * tensor.element_size()
+
+
+def no_memory() -> EmbeddingError:
+    """A transform's stand-in for a tensor cannot be written to, nor read from."""
+    return EmbeddingError(
+        "tensors have memory of their own", found="one that has none, as inside torch.func's transforms"
+    )
 
 
 def _overlaps_itself(target: Tensor) -> bool:

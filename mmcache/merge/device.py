@@ -104,4 +104,7 @@ def _put_rows(target: Tensor, rows: Tensor, block: Block, place: Tensor | None) 
         # As integers of that size: indexed copies of the smallest float types are not everywhere.
         kind = BITS[target.element_size()]
         target, rows = target.detach().view(kind), rows.detach().view(kind)
+    elif target.element_size() == 1:
+        copy_evenly(target, rows, evenly_spaced(block.stretches()))
+        return
     target.index_copy_(0, place, rows)

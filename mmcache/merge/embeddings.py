@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mmcache.errors import EmbeddingError
 from mmcache.merge.blocks import blocks_of, edges_of
-from mmcache.merge.checks import checked_flags, rows_of
+from mmcache.merge.checks import check_autograd, checked_flags, rows_of
 from mmcache.merge.host import chunk_elements, convert_flagged, write_flagged
 from mmcache.merge.quick import merge_quickly
 from mmcache.merge.records import Flags, records_of
@@ -33,7 +33,8 @@ def merge_embeddings(inputs_embeds: Tensor, embeddings: Embeddings, is_multimoda
 
     Args:
         inputs_embeds: destination `[..., width]`, usually `[tokens, width]`, floating-point, on any device, of any
-            strides if rows do not overlap. Autograd sees what is written; an inference tensor is taken anywhere.
+            strides if rows do not overlap. Autograd sees what is written, backward and forward (dual tensors), but not
+            inside the transforms of `torch.func`, whose tensors have no memory. An inference tensor is taken anywhere.
         embeddings: rows `[..., width]`, or a (nested) sequence of such tensors; in order they fill the True positions.
             Any floating-point dtypes, devices and strides; they may differ. A tensor `[0]` is no rows.
         is_multimodal: bool `[...]`, the shape of `inputs_embeds` without its last dimension, on the CPU.
@@ -44,7 +45,8 @@ def merge_embeddings(inputs_embeds: Tensor, embeddings: Embeddings, is_multimoda
     Raises:
         EmbeddingError: the number of rows is not the number of True positions (names the source, its rows and its
             slots), a width or dtype does not fit, the mask is not a boolean CPU tensor of the right shape, or
-            `inputs_embeds` cannot be written to. Nothing has been written.
+            `inputs_embeds` cannot be written to (autograd forbids it for leaves that require grad, and for views made
+            without grad or as one of several). Nothing has been written.
     """
     if merge_quickly(inputs_embeds, embeddings, is_multimodal):
         return inputs_embeds
@@ -58,6 +60,8 @@ def merge_embeddings(inputs_embeds: Tensor, embeddings: Embeddings, is_multimoda
     rows, slots = sum(counts), int(np.count_nonzero(flags))
     if rows != slots:
         raise _misfit(counts, flags, rows, slots)
+    if not plain:
+        check_autograd(target, sources)
     elements = slots * target.shape[1]
     if not elements:
         return inputs_embeds

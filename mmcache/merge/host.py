@@ -142,10 +142,10 @@ def _converter(dtype: torch.dtype) -> Callable[[Tensor], Records]:
 
 def _copy_runs(target: Tensor, rows: Tensor, block: Block) -> None:
     """Rows for which there are no records, or that autograd wants to see written; converted if need be."""
-    if block.runs is None:
+    if block.runs is None and target.element_size() > 1:  # no indexed copies of the smallest float types
         target.index_copy_(0, torch.from_numpy(block.indices()), rows.to(target.dtype))
     else:
-        copy_evenly(target, rows, evenly_spaced(block.runs))
+        copy_evenly(target, rows, evenly_spaced(block.stretches()))
 
 
 def _views(target: Tensor, rows: Tensor, runs: Sequence[tuple[int, int]]) -> Iterable[tuple[Tensor, Tensor]]:

@@ -13,14 +13,16 @@ from mmcache.errors import EmbeddingError, RequestError, UnresolvedItemError, Wi
 from mmcache.integers import as_int
 from mmcache.items import MultimodalRequest, PlaceholderRange
 from mmcache.merge.blocks import Block, evenly_spaced
-from mmcache.merge.checks import check_rows, overlap, rows_of, share_memory
+from mmcache.merge.checks import check_autograd, check_readable, check_rows, is_tensor, overlap, rows_of, share_memory
 from mmcache.merge.device import Places, send_places
 from mmcache.merge.sources import without_neg
 from mmcache.merge.write import write_blocks
 from mmcache.planning import needed_items
-from mmcache.staging import staging_for
+from mmcache.staging import BITS, staging_for
 
 __all__ = ["MergeLookup", "MergePlan"]
+
+_INTEGERS = {getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)}
 
 
 class MergeLookup(Protocol):
@@ -127,8 +129,11 @@ class MergePlan:
             token_id: any id that the table has.
 
         Raises:
-            EmbeddingError: there are fewer ids than `num_rows`, or they are no integers.
+            EmbeddingError: there are fewer ids than `num_rows`, they are no dense tensor of integers, or `token_id` is
+                none of that dtype.
         """
+        if is_tensor(token_ids) and (token_ids.is_nested or token_ids.layout is not torch.strided):
+            raise EmbeddingError("token ids are a dense tensor", found=f"a nested or sparse one of {token_ids.dtype}")
         shape = tuple(token_ids.shape) if isinstance(token_ids, Tensor) else ()
         if not shape or shape[-1] < self.num_rows or any(size != 1 for size in shape[:-1]):
             raise EmbeddingError(
@@ -136,22 +141,30 @@ class MergePlan:
                 expected=f"[{self.num_rows}] or more",
                 found=shape if isinstance(token_ids, Tensor) else type(token_ids).__name__,
             )
-        if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype is torch.bool:
+        if token_ids.dtype not in _INTEGERS:
             raise EmbeddingError("token ids are integers", found=token_ids.dtype)
+        bounds, filler = torch.iinfo(token_ids.dtype), as_int(token_id)
+        if filler is None or not bounds.min <= filler <= bounds.max:
+            raise EmbeddingError(
+                f"token_id is one of {token_ids.dtype}", expected=f"{bounds.min} to {bounds.max}", found=repr(token_id)
+            )
         safe = token_ids.clone(memory_format=torch.contiguous_format)
         if not self._parts:
             return safe
-        flat = safe.view(-1)
+        # As signed integers of that size: of unsigned ones PyTorch fills the smallest only.
+        flat = safe.view(-1).view(BITS[safe.element_size()])
+        if filler > torch.iinfo(flat.dtype).max:
+            filler -= 1 << bounds.bits
         if flat.is_cpu:
-            flat[: self.num_rows].masked_fill_(self.is_multimodal, token_id)
+            flat[: self.num_rows].masked_fill_(self.is_multimodal, filler)
             return safe
         for part, place in zip(self._parts, self._places_on(flat.device)):
             if place is not None:
-                flat.index_fill_(0, place, token_id)
+                flat.index_fill_(0, place, filler)
             else:
                 for start, length, count, pitch in evenly_spaced(part.block.runs or ()):
                     step = pitch or length
-                    flat.as_strided((count, length), (step, 1), flat.storage_offset() + start).fill_(token_id)
+                    flat.as_strided((count, length), (step, 1), flat.storage_offset() + start).fill_(filler)
         return safe
 
     def merge_into(self, inputs_embeds: Tensor, *levels: Tensor) -> Tensor:
@@ -171,8 +184,9 @@ class MergePlan:
 
         Raises:
             UnresolvedItemError: an item's rows are not here (unless `skip_unresolved`). Names request and item.
-            EmbeddingError: a destination is too small, of the wrong kind or overlaps another one, or an item's rows are
-                not as many as its slots or not as wide as the destinations. Names request and item.
+            EmbeddingError: a destination is too small, of the wrong kind, overlaps another one or is not to be written
+                to (see `merge_embeddings`), or an item's rows are not as many as its slots or not as wide as the
+                destinations. Names request and item.
         """
         if not self._parts and not levels:
             self._check_length(inputs_embeds)
@@ -192,6 +206,8 @@ class MergePlan:
                 )
             targets.append(rest)
         resolved = list(self._resolved(targets))
+        for number, destination in enumerate(targets):
+            check_autograd(destination, [rows for _, rows, _ in resolved if rows.shape[1] > number * hidden])
         if any(t.is_inference() for t in targets) and not torch.is_inference_mode_enabled():
             with torch.inference_mode():  # elsewhere PyTorch refuses to write to it
                 self._write_all(targets, resolved)
@@ -223,6 +239,13 @@ class MergePlan:
             request = part.lookup.request
             where: dict[str, Any] = {"request_id": request.request_id, "item": part.index}
             slots = request.items[part.index].placeholder.num_embeds
+            if not is_tensor(rows) or rows.is_nested:
+                raise EmbeddingError(
+                    "an item's rows are a dense tensor",
+                    expected=f"[{slots}, width]",
+                    found="a nested tensor" if is_tensor(rows) else type(rows).__name__,
+                    **where,
+                )
             if rows.dim() != 2 or rows.shape[0] != slots:
                 raise EmbeddingError(
                     f"the item has {rows.shape[0] if rows.dim() else 0} rows for {slots} slots",
@@ -239,6 +262,7 @@ class MergePlan:
                     found=rows.shape[1],
                     **where,
                 )
+            check_readable(rows, **where)
             check_rows(rows, rows.shape[1], **where)
             rows = without_neg(rows)
             if any(overlap(rows, target) for target in targets):

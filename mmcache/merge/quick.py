@@ -60,6 +60,8 @@ def merge_quickly(inputs: Any, embeddings: Any, mask: Any) -> bool:
         nbytes = width * inputs.element_size()
         if type(embeddings) is Tensor:
             rows = embeddings
+        elif type(embeddings) is not list and type(embeddings) is not tuple:
+            return False
         elif len(embeddings) == 1:
             (rows,) = embeddings
         else:
@@ -93,7 +95,7 @@ def merge_quickly(inputs: Any, embeddings: Any, mask: Any) -> bool:
 
 def _together(sources: Any) -> Any:
     """Sources of one dtype as one tensor; None where they are not that."""
-    if type(sources) not in (list, tuple) or len(set(map(_dtype_of, sources))) != 1:
+    if len(set(map(_dtype_of, sources))) != 1:
         return None
     return torch.cat(sources)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmcache.errors import EmbeddingError
-from mmcache.merge.checks import check_rows, extent, is_tensor, overlap
+from mmcache.merge.checks import check_readable, check_rows, extent, is_tensor, no_memory, overlap
 
 __all__ = ["Embeddings", "as_one", "check_sources", "flatten", "grouped", "without_neg"]
 
@@ -19,13 +19,24 @@ _kind_of = attrgetter("dtype", "device")
 
 
 def flatten(embeddings: Embeddings) -> list[Tensor]:
-    """The sources as a list of the merge's own; leading dimensions stay."""
+    """The sources as a list of the merge's own; leading dimensions stay.
+
+    Raises:
+        EmbeddingError: they are no tensor and no sequence of what is, or nest without an end.
+    """
+    try:
+        return _flat(embeddings)
+    except RecursionError:
+        raise EmbeddingError("embeddings nest a few sequences deep", found="too many, or one within itself") from None
+
+
+def _flat(embeddings: Embeddings) -> list[Tensor]:
     if is_tensor(embeddings):
         return [embeddings]
-    if isinstance(embeddings, (list, tuple)):
+    if isinstance(embeddings, Sequence) and not isinstance(embeddings, (str, bytes)):
         if all(map(is_tensor, embeddings)):
-            return list(embeddings)
-        return [tensor for part in embeddings for tensor in flatten(part)]
+            return list(embeddings)  # type: ignore[arg-type]
+        return [tensor for part in embeddings for tensor in _flat(part)]
     raise EmbeddingError(
         "embeddings are a tensor [rows, width] or a sequence of such tensors", found=type(embeddings).__name__
     )
@@ -57,6 +68,7 @@ def check_sources(sources: list[Tensor], target: Tensor) -> tuple[list[int], boo
             or len(shape) != 2
             or shape[1] != width
         ):
+            check_readable(source, item=index)
             if len(shape) > 2:
                 source = sources[index] = source.flatten(0, -2)
             elif shape == (0,):  # no rows, as for `torch.cat`
@@ -66,7 +78,10 @@ def check_sources(sources: list[Tensor], target: Tensor) -> tuple[list[int], boo
             known = source.dtype
             alike = alike and known is dtype
             plain = plain and source.is_cpu and type(source) is Tensor and not (tracked and source.requires_grad)
-        start = source.data_ptr()
+        try:
+            start = source.data_ptr()
+        except RuntimeError:
+            raise no_memory() from None
         if start < end and (start + source.nbytes > first or not source.is_contiguous()) and overlap(source, target):
             sources[index] = source.clone()
         counts.append(shape[0])
