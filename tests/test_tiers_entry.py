@@ -41,6 +41,13 @@ def test_special_values_and_strides_survive():
         assert not back.requires_grad
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_rows_that_are_negated_lazily_are_stored_as_what_they_are(dtype):
+    numbers = torch.arange(1, 13).view(3, 4).to(dtype)
+    back = decode_entry(key_of("x"), encode_entry(key_of("x"), torch._neg_view(numbers)))
+    assert torch.equal(back, -numbers)
+
+
 def test_the_header_says_everything():
     key = key_of("image-1")
     info = read_header(encode_entry(key, rows_of("a", 4, 12, torch.bfloat16), levels=3).header)

@@ -273,7 +273,7 @@ class _Unshared:
 
 def _as_bytes(rows: Tensor) -> Tensor:
     # Of a tensor without elements a view under another dtype may have any stride; an empty buffer says the same
-    return rows.contiguous().view(-1).view(torch.uint8) if rows.numel() else host_bytes(0)
+    return rows.resolve_neg().contiguous().view(-1).view(torch.uint8) if rows.numel() else host_bytes(0)
 
 
 def _checksum(payload: Tensor) -> bytes:
