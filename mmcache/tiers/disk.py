@@ -27,8 +27,8 @@ from threading import Lock
 from mmcache.errors import ConfigError, TierError
 from mmcache.tiers.arguments import check_entries, check_name, check_whole, keys_of
 from mmcache.tiers.disk_files import CondemnedFiles, EntryFiles
-from mmcache.tiers.disk_index import DiskIndex, IndexRow, Notes
-from mmcache.tiers.disk_recovery import announce_owner, drop_dead_reservations, recover, start_anew
+from mmcache.tiers.disk_index import DiskIndex, IndexRow, Notes, is_damage
+from mmcache.tiers.disk_recovery import announce_owner, drop_dead_reservations, recount, recover, start_anew
 from mmcache.tiers.entry import Entry, check_pinning, host_bytes
 from mmcache.tiers.keys import Key, as_utf8
 from mmcache.tiers.lifetime import forked_with
@@ -122,7 +122,7 @@ class DiskTier:
         for key in keys:
             try:
                 found[key] = self._files.read(key)
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 lost.append(key.name)
             except OSError as error:
                 if error.errno not in (errno.EIO, errno.EISDIR):
@@ -257,9 +257,9 @@ class DiskTier:
         try:
             try:
                 index = DiskIndex(path, timeout=_BUSY_SECONDS)
-            except sqlite3.OperationalError:
-                raise  # locked, read-only or full: nothing is wrong with what is there
             except sqlite3.DatabaseError as error:
+                if isinstance(error, sqlite3.OperationalError) and not is_damage(error) and not path.is_dir():
+                    raise  # locked, read-only or full: nothing is wrong with what is there
                 _log.warning("disk tier %s: the index is unusable (%s), it starts anew", self.directory, error)
                 start_anew(self.directory)
                 index = DiskIndex(path, timeout=_BUSY_SECONDS)
@@ -288,7 +288,7 @@ class DiskTier:
         try:
             yield index
         except (OSError, sqlite3.Error) as error:
-            raise TierError(f"the directory failed: {error}", field=self.name) from error
+            raise self._failed(index, error) from error
 
     @contextmanager
     def _changing(self) -> Iterator[tuple[DiskIndex, sqlite3.Connection]]:
@@ -298,28 +298,30 @@ class DiskTier:
             notes, self._notes = self._notes, Notes()
         try:
             with index.transaction() as db:
+                if not index.plausible(db, self._capacity):
+                    recount(self.directory, index, db)
                 index.take_in(db, notes, self._owner, self._files.exists)
                 yield index, db
         except (OSError, sqlite3.Error) as error:
             with self._lock:
                 self._notes = notes.merged(self._notes)
-            if type(error) is sqlite3.DatabaseError:
-                with (
-                    self._opening,
-                    suppress(OSError),
-                ):  # malformed (others are subclasses): the next operation makes a new index
-                    if self._still_there(index):
-                        start_anew(self.directory)
-            raise TierError(f"the directory failed: {error}", field=self.name) from error
+            raise self._failed(index, error) from error
+
+    def _failed(self, index: DiskIndex, error: Exception) -> TierError:
+        """What to raise. A damaged index is put aside; the next operation makes a new one."""
+        if is_damage(error):
+            with self._opening, suppress(OSError):
+                if self._still_there(index):
+                    _log.warning("disk tier %s: the index is damaged (%s), it starts anew", self.directory, error)
+                    start_anew(self.directory)
+        return TierError(f"the directory failed: {error}", field=self.name)
 
     def _reserve(
         self, index: DiskIndex, db: sqlite3.Connection, keys: Mapping[str, Key], entries: Mapping[Key, Entry]
     ) -> tuple[list[str], list[str], list[IndexRow]]:
         """Names to write, names that are there, and rows that were evicted for them."""
+        drop_dead_reservations(self.directory, index, db, self._files)
         held = index.rows(list(keys))
-        if any(row.owner not in (None, self._owner) for row in held.values()):
-            drop_dead_reservations(self.directory, index, db, self._files.unlink)
-            held = index.rows(list(keys))
         present = [name for name, row in held.items() if row.owner is None and self._files.exists(name)]
         gone = [name for name, row in held.items() if row.owner is None and name not in present]
         index.delete(db, gone)
@@ -332,8 +334,6 @@ class DiskTier:
                 room -= entries[keys[name]].nbytes
                 mine.append(name)
         evicted = index.evict(db, room, self._owner)
-        if index.totals()[1] > room:
-            drop_dead_reservations(self.directory, index, db, self._files.unlink)
         while mine and index.totals()[1] > room:  # what others are writing right now is in the way
             room += entries[keys[mine.pop()]].nbytes
         index.insert(db, [_reservation(keys[name], entries[keys[name]], now, self._owner) for name in mine])

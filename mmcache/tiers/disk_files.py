@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Lock
 
 from mmcache.errors import DamagedEntryError
+from mmcache.tiers.disk_index import NAME
 from mmcache.tiers.entry import Entry, header_bytes, host_bytes, read_header, writable_view
 from mmcache.tiers.keys import Key
 
@@ -44,7 +45,7 @@ class EntryFiles:
 
     def exists(self, name: str) -> bool:
         """Whether there is a file of this name now."""
-        return os.path.exists(self.path(name))
+        return NAME.fullmatch(name) is not None and os.path.exists(self.path(name))
 
     def shards(self) -> list[str]:
         """The subdirectories that hold files."""
@@ -55,17 +56,24 @@ class EntryFiles:
         return os.listdir(self._objects / shard)
 
     def unlink(self, name: str) -> bool:
-        """Remove a file; False if there was none."""
+        """Remove a file; False if there was none. A name that is none leads nowhere, whatever an index says."""
+        if NAME.fullmatch(name) is None:
+            return False
         try:
             os.unlink(self.path(name))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
         return True
 
     def write(self, name: str, entry: Entry) -> None:
         """Put a file in place, whole or not at all."""
         temporary = self._writing / f"{self._owner}-{next(self._numbers)}"
-        fd = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+        try:
+            fd = os.open(temporary, flags, 0o600)
+        except FileNotFoundError:
+            _make(self._writing)  # removed while it was open; not if the whole directory is gone, perhaps a mount
+            fd = os.open(temporary, flags, 0o600)
         try:
             try:
                 _write_all(fd, [memoryview(entry.header), writable_view(entry.payload)])
@@ -75,8 +83,8 @@ class EntryFiles:
             try:
                 os.rename(temporary, path)
             except FileNotFoundError:
-                with suppress(FileExistsError):
-                    os.mkdir(os.path.dirname(path), 0o700)
+                _make(self._objects)
+                _make(self._objects / name[:2])
                 os.rename(temporary, path)
         except OSError:
             with suppress(OSError):
@@ -134,6 +142,11 @@ class CondemnedFiles:
         with self._lock:
             self._waiting |= failed.keys()
         return there, condemned - failed.keys(), failed
+
+
+def _make(directory: Path) -> None:
+    with suppress(FileExistsError):
+        os.mkdir(directory, 0o700)
 
 
 def _says(header: bytes, size: int) -> bool:

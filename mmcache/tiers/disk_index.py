@@ -9,6 +9,7 @@ an owner that is not alive, and nobody has to compare files with rows.
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -16,9 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mmcache.errors import ConfigError
 from mmcache.tiers.keys import Key, from_utf8
 
-__all__ = ["DiskIndex", "IndexRow", "Notes"]
+__all__ = ["NAME", "DiskIndex", "IndexRow", "Notes", "is_damage"]
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
@@ -50,6 +52,8 @@ END;
 """
 _FORMAT_1 = "ALTER TABLE entries ADD COLUMN modality BLOB NOT NULL DEFAULT x''"
 """What an index of the first format lacks. Its processes, where any are left, go on beside this one's."""
+NAME = re.compile("[0-9a-f]{64}")
+"""Names of entries and of their files."""
 _EVICT_BATCH = 64
 _PAGE = 512
 _COLUMNS = "name, namespace, identifier, bytes, used, owner, modality"
@@ -79,8 +83,12 @@ class IndexRow:
 
     @property
     def key(self) -> Key | None:
-        """The entry's key, or None where this format does not call it so: whoever wrote it had another one."""
-        key = Key(self.namespace, from_utf8(self.identifier), from_utf8(self.modality))
+        """The entry's key, or None where this format does not call it so: whoever wrote it had another one, or it
+        is damaged."""
+        try:
+            key = Key(self.namespace, from_utf8(self.identifier), from_utf8(self.modality))
+        except (ConfigError, ValueError, AttributeError):  # no UTF-8, or not even bytes
+            return None
         return key if key.name == self.name else None
 
 
@@ -152,11 +160,28 @@ class DiskIndex:
         row = self._connection().execute("SELECT entries, bytes FROM totals").fetchone()
         return (row[0], row[1]) if row else (0, 0)
 
+    @staticmethod
+    def recount(db: sqlite3.Connection) -> bool:
+        """Count rows and bytes again, one by one; whether the totals were wrong."""
+        before = db.execute("SELECT entries, bytes FROM totals").fetchone()
+        db.execute("UPDATE entries SET bytes = 0, used = 0 WHERE typeof(bytes) <> 'integer' OR bytes < 0")
+        db.execute("UPDATE entries SET used = 0 WHERE typeof(used) <> 'integer'")
+        counted = db.execute("SELECT count(*), coalesce(sum(bytes), 0) FROM entries").fetchone()
+        if before != counted:
+            db.execute("INSERT OR REPLACE INTO totals VALUES (0, ?, ?)", counted)
+        return bool(before != counted)
+
+    @staticmethod
+    def plausible(db: sqlite3.Connection, capacity: int) -> bool:
+        """Whether the totals can be right for a directory within a budget. Costs nothing."""
+        row = db.execute("SELECT entries, bytes FROM totals").fetchone()
+        return row is not None and all(type(n) is int and n >= 0 for n in row) and row[1] <= capacity
+
     def rows(self, names: Sequence[str]) -> dict[str, IndexRow]:
         """The rows of these names, by name."""
         marks = ",".join("?" * len(names))
         found = self._connection().execute(f"SELECT {_COLUMNS} FROM entries WHERE name IN ({marks})", list(names))
-        return {row[0]: IndexRow(*row) for row in found}
+        return {row[0]: _row(*row) for row in found}
 
     def published(self, namespace: str | None = None) -> Iterator[IndexRow]:
         """All published rows, or one namespace's, in the order of their names; read in pages, so that writers go on."""
@@ -170,7 +195,7 @@ class DiskIndex:
             ).fetchall()
             if not page:
                 return
-            yield from (IndexRow(*row) for row in page)
+            yield from (_row(*row) for row in page)
             name = page[-1][0]
 
     def take_in(self, db: sqlite3.Connection, notes: Notes, owner: str, exists: Callable[[str], bool]) -> None:
@@ -222,12 +247,19 @@ class DiskIndex:
         db.executemany("UPDATE entries SET used = ? WHERE name = ? AND owner IS NULL", [(t, n) for n, t in uses])
 
     @staticmethod
-    def reservations(db: sqlite3.Connection) -> dict[str, list[str]]:
-        """Names of all reservations by owner."""
-        owned: dict[str, list[str]] = {}
-        for name, owner in db.execute("SELECT name, owner FROM entries WHERE owner IS NOT NULL"):
-            owned.setdefault(owner, []).append(name)
-        return owned
+    def owners(db: sqlite3.Connection) -> Iterator[str]:
+        """Who has reservations. Costs what owners there are, however many reservations they have."""
+        after = ""
+        while row := db.execute(
+            "SELECT owner FROM entries WHERE owner > ? ORDER BY owner LIMIT 1", (after,)
+        ).fetchone():
+            (after,) = row
+            yield after
+
+    @staticmethod
+    def reserved_by(db: sqlite3.Connection, owner: str) -> list[str]:
+        """Names of an owner's reservations."""
+        return [name for (name,) in db.execute("SELECT name FROM entries WHERE owner = ?", (owner,))]
 
     @staticmethod
     def names(db: sqlite3.Connection) -> tuple[set[str], set[str]]:
@@ -242,8 +274,8 @@ class DiskIndex:
         """Condemn entries, least recently used first, until the total is at most `target` bytes."""
         evicted: list[IndexRow] = []
         while True:
-            (total,) = db.execute("SELECT bytes FROM totals").fetchone()
-            over = total - target
+            counted = db.execute("SELECT bytes FROM totals").fetchone()
+            over = counted[0] - target if counted else 0
             if over <= 0:
                 return evicted
             batch = []
@@ -252,7 +284,7 @@ class DiskIndex:
             ):
                 if over <= 0:
                     break
-                batch.append(IndexRow(*row))
+                batch.append(_row(*row))
                 over -= batch[-1].nbytes
             if not batch:
                 return evicted
@@ -269,6 +301,24 @@ class DiskIndex:
                 self._all.append(db)
             self._local.db = db
         return db
+
+
+def _row(
+    name: object, namespace: str, identifier: bytes, nbytes: object, used: object, owner: str | None, modality: bytes
+) -> IndexRow:
+    # SQLite's columns hold values of any type. A number that is none says nothing; a name that is none hides its file
+    if not isinstance(name, str) or NAME.fullmatch(name) is None:
+        raise sqlite3.DatabaseError("a row's name is none of an entry")
+    size = nbytes if type(nbytes) is int and nbytes >= 0 else 0
+    return IndexRow(name, namespace, identifier, size, used if type(used) is int else 0, owner, modality)
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether an error says that the database is malformed, or not this one: a table that is missing, say."""
+    if not isinstance(error, sqlite3.OperationalError):
+        return type(error) is sqlite3.DatabaseError  # others are subclasses
+    # Without a code: text that is no UTF-8
+    return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) == sqlite3.SQLITE_ERROR
 
 
 def _statements(script: str) -> Iterator[str]:

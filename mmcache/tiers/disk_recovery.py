@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import fcntl
+import glob
+import logging
 import os
 import shutil
 import sqlite3
 import uuid
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from mmcache.tiers.disk_files import EntryFiles
 from mmcache.tiers.disk_index import DiskIndex
 
-__all__ = ["announce_owner", "drop_dead_reservations", "recover", "start_anew"]
+__all__ = ["announce_owner", "drop_dead_reservations", "recount", "recover", "start_anew"]
+
+_log = logging.getLogger("mmcache.tiers")
+_FEW = 4096
+"""Rows that are counted at every opening."""
 
 
 def announce_owner(directory: Path, owner: str) -> int:
@@ -36,23 +41,28 @@ def announce_owner(directory: Path, owner: str) -> int:
     return fd
 
 
-def drop_dead_reservations(
-    directory: Path, index: DiskIndex, db: sqlite3.Connection, unlink: Callable[[str], bool]
-) -> None:
-    """Within a transaction: remove the reservations, and what is in place of their files, whose owners are no more."""
-    for owner, names in index.reservations(db).items():
+def drop_dead_reservations(directory: Path, index: DiskIndex, db: sqlite3.Connection, files: EntryFiles) -> None:
+    """Within a transaction: remove the reservations whose owners are no more, and the files in their place, which the
+    budget does not count any more, or not yet."""
+    for owner in index.owners(db):
         if not _is_alive(directory / "owners" / owner):
+            names = index.reserved_by(db, owner)
             for name in names:
-                unlink(name)
+                files.unlink(name)
             index.delete(db, names)
+            for path in (directory / "writing").glob(f"{glob.escape(owner)}-*"):
+                path.unlink(missing_ok=True)
 
 
 def recover(directory: Path, index: DiskIndex, files: EntryFiles, capacity: int, owner: str) -> None:
     """Remove what processes left that are no more, and come within the budget."""
     dead = {path for path in (directory / "owners").iterdir() if not path.suffix and not _is_alive(path)}
     with index.transaction() as db:
-        drop_dead_reservations(directory, index, db, files.unlink)
-        if not index.totals()[0] or not all(map(_of_this_boot, dead)):
+        drop_dead_reservations(directory, index, db, files)
+        clean = all(map(_of_this_boot, dead))
+        if not clean or index.totals()[0] <= _FEW or not index.plausible(db, capacity):
+            recount(directory, index, db)
+        if not clean or not index.totals()[0]:
             _reconcile(index, db, files)
         evicted = [row.name for row in index.evict(db, capacity, owner)]
     if evicted:
@@ -62,11 +72,19 @@ def recover(directory: Path, index: DiskIndex, files: EntryFiles, capacity: int,
             index.drop(db, evicted, owner)
     for path in (directory / "writing").iterdir():
         if not _is_alive(directory / "owners" / path.name.split("-")[0]):
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # not a file, say: nobody's
+                path.unlink()
     for path in dead:  # last: as long as the name is there, somebody will come back for the rest
-        path.unlink(missing_ok=True)
+        with suppress(OSError):
+            path.unlink()
     for trash in directory.glob("trash-*"):
         shutil.rmtree(trash, ignore_errors=True)
+
+
+def recount(directory: Path, index: DiskIndex, db: sqlite3.Connection) -> None:
+    """Within a transaction: make sure of the totals, which a damaged index may have wrong."""
+    if index.recount(db):
+        _log.warning("disk tier %s: the index had wrong totals, they were counted again", directory)
 
 
 def _reconcile(index: DiskIndex, db: sqlite3.Connection, files: EntryFiles) -> None:
@@ -90,8 +108,8 @@ def _boot() -> bytes:
 def _of_this_boot(owner: Path) -> bool:
     try:
         return bool(_boot()) and owner.read_bytes() == _boot()
-    except FileNotFoundError:
-        return True  # somebody else has dealt with it just now
+    except (FileNotFoundError, IsADirectoryError):
+        return True  # somebody else has dealt with it just now, or it is nobody's mark
 
 
 def start_anew(directory: Path) -> None:
@@ -107,7 +125,7 @@ def start_anew(directory: Path) -> None:
 def _is_alive(path: Path) -> bool:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
