@@ -106,7 +106,7 @@ def test_token_ids_of_every_integer_dtype(dtype: torch.dtype, is_embed: list[boo
         torch.ones(4, 4, dtype=torch.int64).to_sparse_csr(),
         torch.nested.nested_tensor([torch.ones(4, dtype=torch.int64)]),
         torch.ones(4, dtype=torch.bool),
-        torch.quantize_per_tensor(torch.ones(4), 1.0, 0, torch.qint8),
+        torch.ones(4, dtype=torch.complex64),
     ],
 )
 def test_token_ids_that_are_no_dense_integers_are_refused(ids: Any) -> None:
