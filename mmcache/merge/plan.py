@@ -172,8 +172,8 @@ class MergePlan:
 
         Rows of width `(1 + len(levels)) * hidden` hold `hidden` columns for each destination, in order (DeepStack);
         rows of width `hidden` are written to `inputs_embeds` alone. In each level the rows of the windows that receive
-        nothing become zero. Rows of another floating-point dtype or device are converted and moved. Autograd sees as much
-        as of `merge_embeddings`.
+        nothing become zero. Rows of another floating-point dtype or device are converted and moved. Autograd sees
+        what is written as with `merge_embeddings`.
 
         Args:
             inputs_embeds: `[rows, hidden]` with at least `num_rows` rows (or `[1, rows, hidden]`).
