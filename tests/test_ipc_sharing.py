@@ -206,8 +206,16 @@ def test_regions_belong_to_their_arena() -> None:
             call(region)
     assert other.stats().referenced == 0
     assert one.stats().referenced > 0
-    with pytest.raises((TypeError, ValueError)):
-        one.hold_bytes([b"abc", "text"])  # type: ignore[list-item]
+    for parts in ([b"abc", "text"], [b"abc", memoryview(b"12345678").cast("q")]):
+        with pytest.raises(ConfigError, match="pieces of bytes"):
+            one.hold_bytes(parts)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError):
+        one.release(None)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError):
+        one.hold([], {"x": torch.ones(1)})
+    for value in (5, (torch.ones(1),)):
+        with pytest.raises(FieldError, match="tensors"):
+            one.hold("key", {"x": value})  # type: ignore[dict-item]
     one.release(region)
     assert one.stats().referenced == 0
     one.close()

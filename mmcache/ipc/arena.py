@@ -85,9 +85,12 @@ class Arena:
             ArenaFullError: no room even when all that is unreferenced goes, or more than the whole budget (then nothing
                 goes).
             FieldError: a value cannot travel.
+            ConfigError: key or kind cannot be hashed.
         """
         if not isinstance(fields, Mapping):
             raise FieldError("content is fields by name", found=type(fields).__name__)
+        if not isinstance(key, Hashable) or not isinstance(kind, Hashable):
+            raise ConfigError("content is found by a key that can be hashed", found=type(key).__name__)
         stored: list[StoredField] = []
         tensors: list[Tensor] = []
         end = 0
@@ -112,7 +115,10 @@ class Arena:
 
         Raises:
             ArenaFullError: as `hold`.
+            ConfigError: a piece is no bytes.
         """
+        if not all(isinstance(part, (bytes, bytearray, memoryview)) for part in parts):
+            raise ConfigError("a message is made of pieces of bytes", found=[type(part).__name__ for part in parts])
         end = sum(len(part) for part in parts)
         region = self._allocate(end)
         position = region.offset
@@ -120,9 +126,9 @@ class Arena:
             for part in parts:
                 self._view[position : position + len(part)] = part
                 position += len(part)
-        except BaseException:
+        except ValueError as error:  # a view of other things than bytes
             self.release(region)
-            raise
+            raise ConfigError(f"a message is made of pieces of bytes: {error}") from None
         self._seal(region)
         return region
 
@@ -294,6 +300,8 @@ class Arena:
             return Region(offset + ALIGNMENT, nbytes, self._serial, self.path)
 
     def _check_own(self, region: Region) -> None:
+        if not isinstance(region, Region):
+            raise ConfigError("not a region of an arena", found=type(region).__name__)
         if region.path != self.path:
             raise ReleasedError("a region is held and given back in its arena", expected=self.path, found=region.path)
 

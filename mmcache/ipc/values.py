@@ -83,6 +83,8 @@ def flatten(value: FieldValue, field: str, start: int = 0) -> tuple[list[int], l
             nest.append(len(node))
             stack.extend((child, depth + 1) for child in reversed(node))
             continue
+        if not isinstance(node, Tensor):
+            raise FieldError("a field holds tensors, and lists of them", field=field, found=type(node).__name__)
         nest.append(-1)
         leaf, end = leaf_of(node, field, start)
         leaves.append(leaf)
