@@ -17,13 +17,23 @@ from mmcache.tiers import (
     MooncakeTier,
     RedisTier,
     TieredStore,
+    decode_entry,
     encode_entry,
     open_tier,
+    read_header,
 )
 
 A = key_of("a")
 NO_KEYS = [None, 3, "a", A, ["a"], [A, None], [("namespace", "identifier")], [[]]]
 ENTRY = encode_entry(A, rows_of("a"))
+NO_PAYLOADS = [
+    None,
+    b"bytes",
+    ENTRY.payload.view(torch.float32),
+    ENTRY.payload.view(4, -1),
+    ENTRY.payload.float().requires_grad_(),
+    torch.nested.nested_tensor([torch.zeros(4), torch.zeros(4)]),
+]
 
 
 @pytest.fixture
@@ -82,6 +92,21 @@ class TestStore:
         assert set(store.fetch([A], timeout)) <= {A}
         store.flush(timeout)
         assert store.fetch([A])
+
+    @pytest.mark.parametrize("timeout", ["1", True, math.nan, [1]])
+    def test_times_to_wait_for_a_fetch_that_are_none(self, store, timeout):
+        with pytest.raises(ConfigError) as error:
+            store.prefetch([A]).wait(timeout)
+        assert error.value.field == "timeout"
+
+    @pytest.mark.parametrize("timeout", [1e300, math.inf, -1, None])
+    def test_a_fetch_is_waited_for_without_end(self, store, timeout):
+        assert store.prefetch([key_of("missing")]).wait(timeout) == {}
+
+    def test_nested_rows_are_refused_and_counted(self, store):
+        store.put(A, torch.nested.nested_tensor([torch.zeros(4), torch.zeros(4)]))
+        store.put(A, torch.nested.nested_tensor([torch.zeros(2, 4), torch.zeros(1, 4)]))
+        assert store.stats().refused == 2
 
     @pytest.mark.parametrize("rows", [None, [[1.0, 2.0]], torch.zeros(1, 2).numpy(), "rows"])
     def test_rows_that_are_no_tensor(self, store, rows):
@@ -182,6 +207,22 @@ class TestTiers:
             tier.put_many(entries)
         assert tier.get_many([A])
 
+    @pytest.mark.parametrize("payload", [*NO_PAYLOADS, ENTRY.payload[::2], ENTRY.payload.to_sparse()])
+    def test_payloads_that_are_not_plain_bytes(self, tier, payload):
+        before = tier.usage()
+        with pytest.raises(ConfigError) as error:
+            tier.put_many({key_of("new"): Entry(ENTRY.header, payload)})
+        assert error.value.field == "entries"
+        assert tier.usage() == before
+
+    @pytest.mark.parametrize("namespace", [3, b"a", NAMESPACE])
+    def test_a_namespace_to_clear_is_text(self, tier, namespace):
+        tier.put_many({A: ENTRY})
+        with pytest.raises(ConfigError) as error:
+            tier.clear(namespace)
+        assert error.value.field == "namespace"
+        assert tier.contains_many([A])
+
     @pytest.mark.parametrize("capacity", [0, -1, 1.5, "1G", None, True, math.nan])
     def test_budgets_that_are_none(self, tmp_path, capacity):
         for make in (MemoryTier, lambda budget: DiskTier(tmp_path / "s", budget)):
@@ -190,7 +231,7 @@ class TestTiers:
             assert caught.value.field == "capacity_bytes"
         assert not (tmp_path / "s").exists()
 
-    @pytest.mark.parametrize("directory", [None, 3, "", b""])
+    @pytest.mark.parametrize("directory", [None, 3, "", b"", b"/tmp/x", "/tmp/x\0y"])
     def test_directories_that_are_none(self, directory):
         with pytest.raises(ConfigError) as caught:
             DiskTier(directory, 1 << 20)
@@ -215,7 +256,7 @@ class TestTiers:
         with pytest.raises(ConfigError):
             MooncakeTier(master)
 
-    @pytest.mark.parametrize("location", [None, 3, b"/tmp", "http://host"])
+    @pytest.mark.parametrize("location", [None, 3, "", b"/tmp", "http://host", "redis://[::1", "mooncake://[::1"])
     def test_locations_that_are_none(self, location):
         with pytest.raises(ConfigError) as caught:
             open_tier(location)
@@ -261,3 +302,40 @@ class TestEntries:
             encode_entry("a", rows_of("a"))
         with pytest.raises(MMCacheError):
             encode_entry(A, rows_of("a"), levels="2")
+
+    def test_nested_rows(self):
+        with pytest.raises(EmbeddingError):
+            encode_entry(A, torch.nested.nested_tensor([torch.zeros(4), torch.zeros(4)]))
+
+    @pytest.mark.parametrize("rows", [rows_of("a"), rows_of("a").T, rows_of("a").half()])
+    def test_rows_that_are_negated_lazily(self, rows):
+        assert same_bits(decode_entry(A, encode_entry(A, torch._neg_view(rows))), -rows)
+
+    @pytest.mark.parametrize("wrong", [None, "a", 3, ENTRY.header])
+    def test_what_is_decoded_is_a_key_s_entry(self, wrong):
+        for arguments in ((wrong, ENTRY), (A, wrong), (A, ENTRY, wrong or 3)):
+            with pytest.raises(ConfigError):
+                decode_entry(*arguments)
+
+    @pytest.mark.parametrize("header", [None, 3, "MMCEMBED" * 20, torch.zeros(200, dtype=torch.uint8)])
+    def test_a_header_is_bytes(self, header):
+        with pytest.raises(ConfigError):
+            read_header(header)
+        with pytest.raises(ConfigError):
+            decode_entry(A, Entry(header, ENTRY.payload))
+
+    @pytest.mark.parametrize("payload", NO_PAYLOADS)
+    def test_a_payload_is_plain_bytes(self, payload):
+        with pytest.raises(ConfigError):
+            decode_entry(A, Entry(ENTRY.header, payload))
+
+    @pytest.mark.parametrize("offset", [1, 2, 3])
+    @pytest.mark.parametrize("step", [1, 2])
+    def test_a_payload_may_lie_anywhere(self, offset, step):
+        buffer = torch.zeros(offset + step * ENTRY.payload.numel(), dtype=torch.uint8)
+        payload = buffer[offset::step]
+        payload.copy_(ENTRY.payload)
+        assert same_bits(decode_entry(A, Entry(ENTRY.header, payload)), rows_of("a"))
+
+    def test_bytes_are_counted_whatever_they_are_called(self):
+        assert Entry(b"", torch.zeros(5)).nbytes == 20

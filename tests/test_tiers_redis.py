@@ -3,8 +3,11 @@
 import os
 import shutil
 import signal
+import socketserver
 import subprocess
+import threading
 import time
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -12,8 +15,8 @@ from tier_helpers import NAMESPACE, WEAK, key_of, read, rows_of, same_bits, unti
 from tier_outages import outage, traffic_while
 from tier_servers import RedisServer, free_port, running
 
-from mmcache.errors import ConfigError, TierError
-from mmcache.tiers import EncodeClaims, RedisTier, TieredStore, encode_entry
+from mmcache.errors import ConfigError, DamagedEntryError, TierError
+from mmcache.tiers import EncodeClaims, RedisTier, TieredStore, decode_entry, encode_entry
 
 pytestmark = pytest.mark.server
 
@@ -22,6 +25,23 @@ pytestmark = pytest.mark.server
 def redis_server():
     with running(RedisServer) as server:
         yield server
+
+
+@contextmanager
+def answering(answer):
+    """A server that says the same to whatever it is sent; its port."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self):
+            with suppress(OSError):
+                while self.request.recv(1 << 16):
+                    self.request.sendall(answer)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()
 
 
 def raw(server):
@@ -41,6 +61,41 @@ class TestRedis:
     def test_numbers_must_be_positive(self, options):
         with pytest.raises(ConfigError):
             RedisTier("redis://127.0.0.1:1", **options)
+
+    @pytest.mark.parametrize("option", ["foo=x", "decode_responses=true", "decode_responses=1", "socket_timeout=x"])
+    def test_options_that_cannot_work(self, option):
+        for make in (RedisTier, EncodeClaims):
+            with pytest.raises(ConfigError) as error:
+                make(f"redis://:secret@127.0.0.1:1/0?{option}")
+            assert error.value.field == "url"
+            assert "secret" not in str(error.value)
+
+    @pytest.mark.parametrize(
+        "answer",
+        [b"$abc\r\n", b"?\r\n", b"*2\r\n:1\r\n", b"*-7\r\n", b":x\r\n", b"\xff\xfe\r\n", b"+OK\r\n" * 9, b":7\r\n" * 9],
+    )
+    def test_answers_that_are_none_of_redis_s(self, answer):
+        with answering(answer) as port:
+            tier = RedisTier(f"redis://127.0.0.1:{port}", timeout=0.2)
+            for operation in (
+                lambda: tier.contains_many([key_of("a")]),
+                lambda: [decode_entry(key_of("a"), entry) for entry in tier.get_many([key_of("a")]).values()],
+                lambda: tier.remove_many([key_of("a")]),
+                lambda: list(tier.scan()),
+                tier.usage,
+                tier.clear,
+            ):
+                with suppress(TierError, DamagedEntryError):
+                    operation()
+            tier.close()
+
+    def test_a_namespace_to_clear_is_text(self, redis_server):
+        tier = RedisTier(redis_server.url)
+        (key,) = write(tier, "a")
+        with pytest.raises(ConfigError):
+            tier.clear(5)
+        assert tier.contains_many([key])
+        tier.close()
 
     def test_nobody_listens(self):
         tier = RedisTier(f"redis://127.0.0.1:{free_port()}")

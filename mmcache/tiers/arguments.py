@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor
 
 from mmcache.errors import ConfigError
@@ -16,6 +17,7 @@ __all__ = [
     "check_callable",
     "check_entries",
     "check_name",
+    "check_namespace",
     "check_seconds",
     "check_whole",
     "keys_of",
@@ -57,6 +59,16 @@ def check_name(value: object) -> None:
     """
     if not isinstance(value, str) or not value:
         raise ConfigError("a tier needs a name", field="name", found=repr(value), expected="text")
+
+
+def check_namespace(value: object) -> None:
+    """Refuse what cannot be a namespace's fingerprint.
+
+    Raises:
+        ConfigError: it is neither text nor None.
+    """
+    if value is not None and not isinstance(value, str):
+        raise ConfigError("not a namespace", field="namespace", found=repr(value), expected="a fingerprint, or None")
 
 
 def check_callable(field: str, function: object) -> None:
@@ -119,7 +131,7 @@ def wanted_of(keys: Iterable[Key] | Mapping[Key, Expected | None]) -> dict[Key, 
 
 
 def check_entries(entries: Mapping[Key, Entry], *, on_host: bool = True) -> None:
-    """Refuse what are no entries by key, or, with `on_host`, have their payload elsewhere.
+    """Refuse what are no entries by key, have a payload that is not plain bytes, or, with `on_host`, have it elsewhere.
 
     Raises:
         ConfigError: they are not.
@@ -132,6 +144,11 @@ def check_entries(entries: Mapping[Key, Entry], *, on_host: bool = True) -> None
             raise ConfigError(
                 f"not an entry, for {key.identifier!r}", field="entries", found=repr(entry), expected="an `Entry`"
             )
+        payload = entry.payload
+        if payload.dtype is not torch.uint8 or payload.is_nested or payload.layout is not torch.strided:
+            raise _no_payload(key, payload)
+        if payload.ndim != 1 or not payload.is_contiguous():
+            raise _no_payload(key, payload)
         if on_host and not entry.payload.is_cpu:
             raise ConfigError(
                 f"a payload on a device, for {key.identifier!r}",
@@ -139,3 +156,12 @@ def check_entries(entries: Mapping[Key, Entry], *, on_host: bool = True) -> None
                 found=entry.payload.device,
                 expected="cpu",
             )
+
+
+def _no_payload(key: Key, payload: Tensor) -> ConfigError:
+    return ConfigError(
+        f"a payload that is not plain bytes, for {key.identifier!r}",
+        field="entries",
+        found=f"{payload.dtype}, {payload.layout}, {payload.ndim} dimensions",
+        expected="uint8 [payload bytes], contiguous",
+    )

@@ -25,7 +25,7 @@ from pathlib import Path
 from threading import Lock
 
 from mmcache.errors import ConfigError, TierError
-from mmcache.tiers.arguments import check_entries, check_name, check_whole, keys_of
+from mmcache.tiers.arguments import check_entries, check_name, check_namespace, check_whole, keys_of
 from mmcache.tiers.disk_files import CondemnedFiles, EntryFiles
 from mmcache.tiers.disk_index import DiskIndex, IndexRow, Notes, is_damage
 from mmcache.tiers.disk_recovery import announce_owner, drop_dead_reservations, recount, recover, start_anew
@@ -72,7 +72,8 @@ class DiskTier:
         check_whole("capacity_bytes", capacity_bytes)
         check_name(name)
         check_pinning(pinned)
-        if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
+        path = os.fspath(directory) if isinstance(directory, str | os.PathLike) else None
+        if not isinstance(path, str) or not path or "\0" in path:
             raise ConfigError("not a directory", field="directory", found=repr(directory), expected="a path")
         self.name = name
         self.directory = Path(directory)
@@ -167,6 +168,7 @@ class DiskTier:
 
     def clear(self, namespace: str | None = None) -> int:
         """See `Tier`."""
+        check_namespace(namespace)
         with self._asking() as index:
             names = [row.name for row in index.published(namespace)]
         return sum(self._remove(names[start : start + _PAGE]) for start in range(0, len(names), _PAGE))

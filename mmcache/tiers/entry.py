@@ -74,7 +74,7 @@ class Entry:
     @property
     def nbytes(self) -> int:
         """Bytes that the entry takes in a store."""
-        return len(self.header) + self.payload.numel()
+        return len(self.header) + self.payload.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +107,8 @@ def host_bytes(nbytes: int, *, pinned: bool = False) -> Tensor:
 
 
 def writable_view(buffer: Tensor) -> memoryview:
-    """The bytes of a uint8 CPU tensor as a memoryview, for calls that read or fill buffers in place."""
-    return buffer.numpy().data
+    """The bytes of a contiguous uint8 CPU tensor as a memoryview, for calls that read or fill buffers in place."""
+    return np.asarray(_Lent(buffer)).data if buffer.numel() else memoryview(bytearray())
 
 
 def header_bytes(key: Key) -> int:
@@ -131,10 +131,16 @@ def encode_entry(key: Key, rows: Tensor, *, levels: int = 1) -> Entry:
     """
     if not isinstance(key, Key):
         raise ConfigError("not a key", field="key", found=repr(key), expected="a `Key`")
-    if not isinstance(rows, Tensor) or rows.ndim != 2 or rows.layout != torch.strided or rows.device.type != "cpu":
+    if (
+        not isinstance(rows, Tensor)
+        or rows.is_nested
+        or rows.ndim != 2
+        or rows.layout != torch.strided
+        or rows.device.type != "cpu"
+    ):
         raise EmbeddingError(
             "only rows on the CPU are stored",
-            found=f"{list(rows.shape)} on {rows.device}" if isinstance(rows, Tensor) else type(rows).__name__,
+            found=_described(rows) if isinstance(rows, Tensor) else type(rows).__name__,
             expected="a dense tensor [num_embeds, width] on cpu",
         )
     code = _CODES.get(rows.dtype)
@@ -175,8 +181,11 @@ def read_header(header: bytes | memoryview) -> EntryInfo:
         header: at least the header; what follows it is not looked at.
 
     Raises:
+        ConfigError: the header is not bytes.
         DamagedEntryError: foreign bytes, another format version, cut short, or damaged.
     """
+    if not isinstance(header, bytes | bytearray | memoryview):
+        raise ConfigError("not a header", field="header", found=type(header).__name__, expected="bytes")
     if len(header) < _FIXED.size + _SUM_BYTES:
         reason = "truncated" if bytes(header[:8]) == _MAGIC[: len(header)] else "foreign"
         raise DamagedEntryError("not a whole header", reason=reason, found=f"{len(header)} bytes")
@@ -216,8 +225,10 @@ def decode_entry(key: Key, entry: Entry, expected: Expected | None = None) -> Te
         `[num_embeds, width]` where the payload is, in the dtype they were stored in.
 
     Raises:
+        ConfigError: the key is no `Key`, the entry no `Entry` of bytes, or what is expected no `Expected`.
         DamagedEntryError: anything about the entry is not as it was stored under this key, or not as expected.
     """
+    _check_asked(key, entry, expected)
     info = read_header(entry.header)
     for part in ("namespace", "modality", "identifier"):
         found, asked = getattr(info.key, part), getattr(key, part)
@@ -233,9 +244,31 @@ def decode_entry(key: Key, entry: Entry, expected: Expected | None = None) -> Te
     ):
         if want is not None and want != have:
             raise DamagedEntryError("not of use to the asker", reason="mismatch", field=name, found=have, expected=want)
-    if _checksum(entry.payload) != info.checksum:
+    payload = entry.payload
+    if not payload.is_contiguous() or payload.storage_offset() % info.dtype.itemsize:
+        payload = payload.clone(memory_format=torch.contiguous_format)  # else it cannot be seen as another dtype
+    if _checksum(payload) != info.checksum:
         raise DamagedEntryError("the payload is damaged", reason="checksum")
-    return entry.payload.view(info.dtype).view(info.rows, info.width)
+    return payload.view(info.dtype).view(info.rows, info.width)
+
+
+def _check_asked(key: Key, entry: Entry, expected: Expected | None) -> None:
+    for field, found, kind in (("key", key, Key), ("entry", entry, Entry), ("expected", expected, Expected)):
+        if not isinstance(found, kind) and (found is not None or kind is not Expected):
+            raise ConfigError(f"not the {field}", field=field, found=type(found).__name__, expected=kind.__name__)
+    payload = entry.payload
+    if not isinstance(payload, Tensor) or payload.dtype is not torch.uint8 or payload.is_nested or payload.ndim != 1:
+        raise ConfigError(
+            "not a payload",
+            field="payload",
+            found=_described(payload) if isinstance(payload, Tensor) else type(payload).__name__,
+            expected="uint8 [payload bytes]",
+        )
+
+
+def _described(tensor: Tensor) -> str:
+    shape = "nested" if tensor.is_nested else list(tensor.shape)
+    return f"{tensor.dtype} {shape} on {tensor.device}"
 
 
 def join_entry(entry: Entry) -> bytes:
@@ -262,6 +295,16 @@ def split_entry(key: Key, value: bytes, *, pinned: bool = False) -> Entry:
     return Entry(value[:size], payload)
 
 
+class _Lent:
+    """A tensor's bytes, as numpy takes them. `Tensor.numpy` would mark the memory as lent, which is copied wherever rows
+    in memory of their own are needed."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer = buffer
+        data = (buffer.data_ptr(), False)
+        self.__array_interface__ = {"version": 3, "data": data, "shape": (buffer.numel(),), "typestr": "|u1"}
+
+
 class _Unshared:
     """Bytes that nobody else has, as numpy takes them for an array that may be written to, without a copy."""
 
@@ -277,8 +320,7 @@ def _as_bytes(rows: Tensor) -> Tensor:
 
 
 def _checksum(payload: Tensor) -> bytes:
-    data: np.ndarray[Any, Any] = on_host(payload).numpy()
-    return xxhash.xxh3_128_digest(data)  # type: ignore[arg-type]  # takes any buffer; releases the GIL
+    return xxhash.xxh3_128_digest(writable_view(on_host(payload)))  # releases the GIL
 
 
 def _padded(size: int) -> int:

@@ -32,7 +32,12 @@ def open_tier(
         if not isinstance(location, os.PathLike):
             raise ConfigError("not a location", field="location", found=repr(location), expected="a directory or a URL")
         location = os.fspath(location)
-    scheme = urlsplit(location).scheme if "://" in location else ""
+    if not isinstance(location, str) or not location:
+        raise ConfigError("not a location", field="location", found=repr(location), expected="a directory or a URL")
+    try:
+        scheme = urlsplit(location).scheme if "://" in location else ""
+    except ValueError as error:  # the message leaves out what may hold a password
+        raise ConfigError("not a URL", field="location", expected="redis, rediss or mooncake://host:port") from error
     if scheme in ("redis", "rediss", "unix"):
         return RedisTier(location, one_trust_domain=one_trust_domain)
     if scheme == "mooncake":

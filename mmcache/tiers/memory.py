@@ -10,7 +10,8 @@ from threading import Lock
 import torch
 
 from mmcache.errors import ConfigError, TierError
-from mmcache.tiers.arguments import check_entries, check_name, check_whole, keys_of
+from mmcache.fields import owns_memory
+from mmcache.tiers.arguments import check_entries, check_name, check_namespace, check_whole, keys_of
 from mmcache.tiers.devices import Apart, on_host, usable_device
 from mmcache.tiers.entry import Entry, check_pinning
 from mmcache.tiers.keys import Key
@@ -126,6 +127,7 @@ class MemoryTier:
 
     def clear(self, namespace: str | None = None) -> int:
         """See `Tier`."""
+        check_namespace(namespace)
         with self._lock:
             self._check_open()
             doomed = [key for key in self._entries if namespace in (None, key.namespace)]
@@ -171,8 +173,9 @@ class MemoryTier:
 
     def _own(self, entry: Entry) -> Entry:
         payload = on_host(entry.payload) if self.device.type == "cpu" else entry.payload
-        # A payload that is a slice of something larger would keep all of it alive, outside the budget
-        whole = payload.device == self.device and payload.untyped_storage().nbytes() == payload.numel()
+        # A payload that is a part of something larger, as a slice or as memory that torch was lent, would keep all of
+        # it alive, outside the budget
+        whole = payload.device == self.device and owns_memory(payload)
         if whole and (payload.is_pinned() or not self._pinned):
             return Entry(entry.header, payload)
         with self._apart.work():

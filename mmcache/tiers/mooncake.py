@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from mmcache.errors import ConfigError, TierError, UnsupportedError
-from mmcache.tiers.arguments import check_entries, check_name, check_seconds, check_whole, keys_of
+from mmcache.tiers.arguments import check_entries, check_name, check_namespace, check_seconds, check_whole, keys_of
 from mmcache.tiers.entry import Entry, check_pinning, header_bytes, host_bytes, writable_view
 from mmcache.tiers.keys import Key
 from mmcache.tiers.lifetime import forked_with
@@ -171,6 +171,7 @@ class MooncakeTier:
 
     def clear(self, namespace: str | None = None) -> int:
         """See `Tier`."""
+        check_namespace(namespace)
         with self._client() as store:
             removed = int(store.remove_by_regex("^" + key_prefix(namespace), True))
         self._check([removed])

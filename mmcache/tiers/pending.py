@@ -25,6 +25,8 @@ class PendingRows:
     """
 
     def __init__(self, key: Key, rows: Tensor, *, levels: int = 1, entry: Entry | None = None) -> None:
+        if entry is None and rows.is_cpu and not rows.untyped_storage().resizable():
+            rows = rows.clone()  # memory that torch was lent may be a part of anything: nobody could budget it
         self.key = key
         self.rows = rows
         """The rows as they were given, or their copy on the host once there is one."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from mmcache.errors import ConfigError, DamagedEntryError, TierError
-from mmcache.tiers.arguments import check_entries, check_name, check_seconds, check_whole, keys_of
+from mmcache.tiers.arguments import check_entries, check_name, check_namespace, check_seconds, check_whole, keys_of
 from mmcache.tiers.entry import Entry, check_pinning, join_entry, read_header, split_entry
 from mmcache.tiers.keys import MAX_IDENTIFIER_BYTES, Key
 from mmcache.tiers.protocol import PutOutcome, StoredEntry, TierUsage
@@ -78,7 +79,7 @@ class RedisTier:
         values = self._run(commands)[::2]
         found = {}
         for key, value in zip(keys, values, strict=True):
-            if isinstance(value, Exception):  # a value of another type: no entry, and whoever decodes it will say so
+            if not isinstance(value, bytes):  # a value of another type: no entry, and whoever decodes it will say so
                 found[key] = split_entry(key, b"")
             elif value:
                 found[key] = split_entry(key, value, pinned=self._pinned)
@@ -91,7 +92,9 @@ class RedisTier:
         replies = self._run(
             [("SET", remote_name(key), join_entry(entry), "PX", self._ttl_ms) for key, entry in fitting.items()]
         )
-        stored = [key for key, reply in zip(fitting, replies, strict=True) if not isinstance(reply, Exception)]
+        stored = [
+            key for key, reply in zip(fitting, replies, strict=True) if reply and not isinstance(reply, Exception)
+        ]
         if fitting and not stored:
             raise TierError(f"nothing was stored: {replies[0]}", field=self.name)
         return PutOutcome(frozenset(stored))
@@ -102,6 +105,7 @@ class RedisTier:
 
     def clear(self, namespace: str | None = None) -> int:
         """See `Tier`."""
+        check_namespace(namespace)
         return sum(
             sum(reply for reply in self._run([("UNLINK", name) for name in page]) if reply == 1)
             for page in self._pages(key_prefix(namespace))
@@ -128,11 +132,10 @@ class RedisTier:
 
     def usage(self) -> TierUsage:
         """See `Tier`. Memory is the whole server's, whoever else uses it; entries are not counted."""
-        try:
+        self._check_open()
+        with self._answering():
             memory = self._client.info("memory")
-        except self._error as error:
-            raise TierError(f"the server failed: {error}", field=self.name) from error
-        return TierUsage(None, int(memory["used_memory"]), int(memory.get("maxmemory", 0)) or None)
+            return TierUsage(None, int(memory["used_memory"]), int(memory.get("maxmemory", 0)) or None)
 
     def close(self) -> None:
         """Close the connections; entries stay."""
@@ -143,10 +146,9 @@ class RedisTier:
         cursor = 0
         while True:
             self._check_open()
-            try:
+            with self._answering():
                 cursor, page = self._client.scan(cursor, match=prefix + "*", count=_SCAN_PAGE)
-            except self._error as error:
-                raise TierError(f"the server failed: {error}", field=self.name) from error
+                page = [bytes(memoryview(name)) for name in page]
             if page:
                 yield page
             if not cursor:
@@ -156,10 +158,18 @@ class RedisTier:
         self._check_open()
         if not commands:
             return []
-        try:
+        with self._answering():
             return pipelined(self._client, commands)
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        try:
+            yield
         except self._error as error:
             raise TierError(f"the server failed: {error}", field=self.name) from error
+        except Exception as error:  # no answer of Redis's; the connection may hold the rest of it
+            self._client.connection_pool.disconnect()
+            raise TierError(f"the server's answer cannot be read: {error!r}", field=self.name) from error
 
     def _check_open(self) -> None:
         if self._closed:
@@ -205,7 +215,11 @@ def connect(url: str, timeout: float) -> tuple[Any, tuple[type[Exception], ...]]
             retry=Retry(NoBackoff(), 1),
             decode_responses=False,
         )
-    except ValueError as error:
+        pool = client.connection_pool
+        pool.connection_class(**pool.connection_kwargs)  # which knows the options; it does not connect
+    except (ValueError, TypeError, AttributeError) as error:
         # The URL may hold a password, so the message leaves it out
         raise ConfigError("not a Redis URL", field="url", expected="redis:// or rediss://") from error
+    if pool.connection_kwargs.get("decode_responses"):
+        raise ConfigError("entries are no text", field="url", found="decode_responses", expected="answers in bytes")
     return client, (redis.RedisError, OSError)

@@ -173,7 +173,7 @@ class TieredStore:
         if not isinstance(rows, Tensor):
             raise EmbeddingError("rows are a tensor", found=type(rows).__name__, expected="[num_embeds, width]")
         self._counters.add(puts=1)
-        storable = rows.ndim == 2 and rows.is_floating_point() and rows.layout == torch.strided
+        storable = not rows.is_nested and rows.ndim == 2 and rows.is_floating_point() and rows.layout == torch.strided
         if self._closed or not storable:
             self._counters.add(refused=1)
             return
