@@ -9,7 +9,7 @@ import torch
 from tier_faults import FaultyTier
 from tier_helpers import key_of, same_bits
 
-from mmcache.tiers import MemoryTier, decode_entry, encode_entry
+from mmcache.tiers import DiskTier, MemoryTier, decode_entry, encode_entry
 
 pytest_plugins = ["tier_fixtures"]
 
@@ -68,3 +68,14 @@ def test_rows_in_memory_of_their_own_are_not_copied():
     part = torch.ones(1000, 16)[:2]
     tier.put_many({key: encode_entry(key, part)})
     assert tier.get_many([key])[key].payload.untyped_storage().nbytes() == part.nbytes
+
+
+def test_rows_stay_in_memory_of_their_own_through_a_tier(tmp_path):
+    """`resizable` is how torch says that nobody lent the memory."""
+    for tier in (MemoryTier(1 << 20), DiskTier(tmp_path, 1 << 20)):
+        key, rows = key_of("a"), torch.ones(2, 16)
+        tier.put_many({key: encode_entry(key, rows)})
+        found = decode_entry(key, tier.get_many([key])[key])
+        assert rows.untyped_storage().resizable()
+        assert found.untyped_storage().resizable()
+        tier.close()

@@ -6,7 +6,7 @@ import pytest
 from tier_faults import FaultyTier, LateTier
 from tier_helpers import read, rows_of, same_bits, until, write
 
-from mmcache.tiers import MemoryTier
+from mmcache.tiers import Expected, MemoryTier
 from mmcache.tiers.removals import Removals
 
 pytest_plugins = ["tier_fixtures"]
@@ -108,6 +108,54 @@ def test_a_damaged_entry_does_not_take_what_other_tiers_hold_with_it(make_store)
     assert same_bits(store.fetch([key])[key], rows_of("a"))
     assert store.flush(20)
     assert same_bits(read(near.inner, key)["a"], rows_of("a"))  # the far tier's, in its place
+
+
+class TierThatRemovesInTurns(FaultyTier):
+    """Each removal waits until it is told to go on."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.turns = threading.Semaphore(0)
+
+    def remove_many(self, keys):
+        self.calls["removing"] += 1
+        self.turns.acquire()
+        return self.inner.remove_many(keys)
+
+    def clear(self, namespace=None):
+        self.calls["removing"] += 1
+        self.turns.acquire()
+        return self.inner.clear(namespace)
+
+
+def test_a_removal_that_is_asked_for_while_one_is_carried_out_is_carried_out_too(make_store, removal):
+    tier = TierThatRemovesInTurns(MemoryTier(1 << 20))
+    store = make_store(tier)
+    key = store.key("a", "image")
+    store.remove([store.key("b", "image")])
+    until(lambda: tier.calls["removing"] == 1)
+    removal(store, key)
+    store.put(key, rows_of("a"))
+    tier.turns.release()  # the next turn of the writing thread takes the removal, and then the rows
+    until(lambda: tier.calls["removing"] == 2)
+    removal(store, key)
+    tier.turns.release(9)
+    assert store.flush(20)
+    assert (store.fetch([key]), read(tier.inner, key)) == ({}, {})
+
+
+def test_rows_that_wait_and_are_of_no_use_are_replaced_by_those_that_are(make_store):
+    tier = FaultyTier(MemoryTier(1 << 20))
+    store = make_store(tier)
+    key = store.key("a", "image")
+    tier.hang()
+    store.put(key, rows_of("old", rows=7))
+    fetch = store.prefetch({key: Expected(rows=4)})
+    store.put(key, rows_of("new"))
+    tier.go_on()
+    fetch.cancel()
+    assert store.flush(20)
+    assert same_bits(store.fetch({key: Expected(rows=4)})[key], rows_of("new"))
 
 
 def test_removals_among_fetches_and_puts_leave_nothing_old(make_store):

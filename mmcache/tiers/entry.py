@@ -296,8 +296,8 @@ def split_entry(key: Key, value: bytes, *, pinned: bool = False) -> Entry:
 
 
 class _Lent:
-    """A tensor's bytes, as numpy takes them. `Tensor.numpy` would mark the memory as lent, which is copied wherever rows
-    in memory of their own are needed."""
+    """A tensor's bytes, as numpy takes them. `Tensor.numpy` would mark the memory as lent, and what is lent is copied
+    wherever rows in memory of their own are needed."""
 
     def __init__(self, buffer: Tensor) -> None:
         self._buffer = buffer

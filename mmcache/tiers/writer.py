@@ -62,8 +62,9 @@ class TierWriter:
         self._puts: deque[Key] = deque()
         self._queued: dict[Key, _Item] = {}
         self._bytes = 0
-        self._removals: dict[Key, None] = {}
-        self._clears: dict[str | None, None] = {}
+        # With the call that asked for it last: one that is asked for while it is carried out is carried out again
+        self._removals: dict[Key, object] = {}
+        self._clears: dict[str | None, object] = {}
         self._busy = False
         self._stopping = False
         self._writing = _Attempts("takes no writes, they are dropped")
@@ -122,10 +123,11 @@ class TierWriter:
             keys: what to remove.
             wanted: it is this tier's entries that are of no use; what other tiers hold is, and may be promoted.
         """
+        call = object()
         with self._condition:
             for key in keys:
                 self._forget(key)
-                self._removals[key] = None
+                self._removals[key] = call
             gone = self._knowledge.discard(keys) if wanted else self._knowledge.remove(keys)
             self._condition.notify_all()
         self._report_removed(gone)
@@ -135,7 +137,7 @@ class TierWriter:
         with self._condition:
             for key in [key for key in self._queued if namespace in (None, key.namespace)]:
                 self._forget(key)
-            self._clears[namespace] = None
+            self._clears[namespace] = object()
             gone = self._knowledge.clear(namespace)
             self._condition.notify_all()
         self._report_removed(gone)
@@ -165,7 +167,7 @@ class TierWriter:
                     return
                 self._busy = True
                 due = self._removals_at <= time.monotonic()
-                removals, clears = (list(self._removals), list(self._clears)) if due else ([], [])
+                removals, clears = (dict(self._removals), dict(self._clears)) if due else ({}, {})
                 batch = self._take_batch()
             if removals or clears:
                 removed = self._attempt(self._removing, self._remove, removals, clears)
@@ -245,18 +247,20 @@ class TierWriter:
                         del self._queued[item.pending.key]
                     self._bytes -= item.pending.nbytes
 
-    def _remove(self, removals: list[Key], clears: list[str | None]) -> None:
+    def _remove(self, removals: dict[Key, object], clears: dict[str | None, object]) -> None:
         removed = 0
         for namespace in clears:
             removed += self._tier.clear(namespace)
         if removals:
-            removed += self._tier.remove_many(removals)
+            removed += self._tier.remove_many(list(removals))
         self._counters.add(removed=removed)
         with self._condition:
-            for key in removals:
-                self._removals.pop(key, None)
-            for namespace in clears:
-                self._clears.pop(namespace, None)
+            for key, call in removals.items():
+                if self._removals[key] is call:
+                    del self._removals[key]
+            for namespace, call in clears.items():
+                if self._clears[namespace] is call:
+                    del self._clears[namespace]
         # A put that was under way when the removal was asked for has made its keys known again
         gone = self._knowledge.discard(removals)
         for namespace in clears:
