@@ -14,7 +14,7 @@ import mmcache
 PACKAGE = Path(mmcache.__file__).parent
 
 FLOORS = [
-    {"errors", "fields", "integers", "testing"},
+    {"errors", "fields", "integers", "native", "testing"},
     {"items", "hashing", "policies", "stats", "namespaces", "identity"},
     {"planning", "prefix", "features", "tiers", "models", "staging"},
     {"ledger", "store", "transfer", "merge"},

@@ -1,0 +1,8 @@
+from mmcache.native import Scatter
+
+VERSION: int
+
+def copy(to: int, start: int, nbytes: int, /) -> None: ...
+
+scatter: Scatter
+scatter_rounded: Scatter
