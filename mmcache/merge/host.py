@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mmcache.merge.blocks import Block, blocks_of, edges_of, ends_of, evenly_spaced
-from mmcache.merge.records import Flags, Records, is_followed, records_of
+from mmcache.merge.records import PAST_CACHE, Flags, Records, is_followed, put, records_of
 from mmcache.merge.sources import as_one
 
 __all__ = ["chunk_elements", "convert_flagged", "copy_evenly", "write_flagged", "write_host"]
@@ -62,8 +62,9 @@ def write_host(target: Tensor, blocks: Iterable[tuple[Tensor, Block]]) -> None:
         else:
             start, flags = block.flags()
             write_flagged(places[start : start + len(flags)], flags, (rows,), dtype)
+    past = sum(found.nbytes for _, _, found in copies) >= PAST_CACHE
     for taken, marks, found in copies:
-        taken[marks] = found
+        put(taken, marks, found, past)
     if into:
         torch._foreach_copy_(into, converted)
 
@@ -102,6 +103,7 @@ def write_flagged(places: Records, flags: Flags, parts: Sequence[Tensor | list[T
                 found.append(piece)
                 counts.append(count)
     convert = _converter(dtype)
+    past = sum(counts) * places.itemsize >= PAST_CACHE
     start = 0
     for piece, end in zip(found, ends_of(flags, counts)):
         if isinstance(piece, list):
@@ -109,7 +111,7 @@ def write_flagged(places: Records, flags: Flags, parts: Sequence[Tensor | list[T
         if isinstance(piece, Tensor):
             rows = records_of(piece) if piece.dtype is dtype else None
             piece = convert(piece) if rows is None else rows
-        places[start:end][flags[start:end]] = piece
+        put(places[start:end], flags[start:end], piece, past)
         start = end
 
 

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import has_torch_function
 
+from mmcache import native
 from mmcache.merge.checks import FLOATS, overlap
 from mmcache.merge.host import convert_flagged
-from mmcache.merge.records import FLAG, Flags, memory_at, record
+from mmcache.merge.records import FLAG, PAST_CACHE, Flags, memory_at, record
 
 __all__ = ["merge_quickly"]
 
@@ -84,8 +85,13 @@ def merge_quickly(inputs: Any, embeddings: Any, mask: Any) -> bool:
         source = rows.data_ptr()
         if not source or (source < target + total * nbytes and target < source + slots * nbytes):
             return False
-        row = record(nbytes)
-        _array((total,), row, memory_at(target))[flags] = _array((slots,), row, memory_at(source))
+        if native.scatter is None:
+            row = record(nbytes)
+            _array((total,), row, memory_at(target))[flags] = _array((slots,), row, memory_at(source))
+        elif not native.scatter(
+            target, nbytes, marked, total, source, nbytes, slots, nbytes, slots * nbytes >= PAST_CACHE
+        ):
+            return False
         if not inputs.is_inference():
             _written(inputs)
     except (AttributeError, RuntimeError, TypeError, ValueError):

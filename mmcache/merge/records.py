@@ -11,6 +11,7 @@ import ctypes
 import sys
 from collections.abc import Callable
 from functools import lru_cache
+from types import EllipsisType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,13 +19,29 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["FLAG", "Flags", "Records", "flags_of", "is_followed", "memory_at", "record", "records_of"]
+from mmcache import native
+
+__all__ = [
+    "FLAG",
+    "PAST_CACHE",
+    "Flags",
+    "Records",
+    "flags_of",
+    "is_followed",
+    "memory_at",
+    "put",
+    "record",
+    "records_of",
+]
 
 Records: TypeAlias = "np.ndarray[Any, np.dtype[np.void]]"
 Flags: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
 
 memory_at: Callable[[int], Any] = (ctypes.c_char * sys.maxsize).from_address
 FLAG = np.dtype(np.bool_)
+# Bytes of a whole merge from which on it passes the cache by (measured). The text around has just been written: some of
+# the destination is in the cache, so that this takes more of them than a copy to anywhere.
+PAST_CACHE = 8 << 20
 
 
 def records_of(tensor: Tensor) -> Records | None:
@@ -63,6 +80,20 @@ def flags_of(mask: Tensor) -> Flags:
         memory.tensor = mask
         return np.ndarray((mask.numel(),), FLAG, memory)
     return mask.numpy(force=True).reshape(-1)
+
+
+def put(places: Records, flags: Flags | EllipsisType, rows: Records, past: bool) -> None:
+    """`places[flags] = rows`, for as many rows as there are True flags, or places for `...`.
+
+    `past`: past the processor's cache, if the compiled part is there.
+    """
+    if native.scatter is None or not past:
+        places[flags] = rows
+        return
+    marks = np.ones(len(places), np.bool_) if flags is ... else flags
+    (to_step,), (step,) = places.strides, rows.strides
+    to, start = places.ctypes.data, rows.ctypes.data
+    native.scatter(to, to_step, marks.ctypes.data, len(marks), start, step, len(rows), rows.itemsize, True)
 
 
 @lru_cache(maxsize=64)
