@@ -1,10 +1,13 @@
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import pytest
 import torch
+
+from mmcache import native
 
 # Small parallel operations on shared cores stall at barriers, and would make results depend on the machine.
 torch.set_num_threads(1)
@@ -22,3 +25,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     named_by_address = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if named_by_address:
         raise pytest.UsageError(f"tests are named by values, not by addresses: {named_by_address}")
+
+
+@pytest.fixture(scope="module", params=["compiled", "NumPy"])
+def copies(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Who moves rows: a module that uses this runs its tests with the compiled part and without."""
+    if request.param == "compiled" and native.scatter is None:
+        pytest.skip("built without a compiler")
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "NumPy":
+            patch.setattr(native, "scatter", None)
+            patch.setattr(native, "scatter_rounded", None)
+        yield request.param

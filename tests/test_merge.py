@@ -17,6 +17,8 @@ from mmcache.errors import EmbeddingError
 from mmcache.merge import merge_embeddings
 from mmcache.testing import SimulatedDevice
 
+pytestmark = pytest.mark.usefixtures("copies")
+
 torch.set_num_threads(1)
 
 

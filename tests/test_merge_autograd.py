@@ -15,6 +15,8 @@ from mmcache.errors import EmbeddingError
 from mmcache.merge import MergePlan, merge_embeddings
 from mmcache.testing import SimulatedDevice
 
+pytestmark = pytest.mark.usefixtures("copies")
+
 torch.set_num_threads(1)
 
 # PyTorch compiles its formulas for forward mode in a way that it deprecates itself.

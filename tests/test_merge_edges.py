@@ -13,6 +13,8 @@ from mmcache.errors import EmbeddingError
 from mmcache.merge import merge_embeddings
 from mmcache.testing import SimulatedDevice
 
+pytestmark = pytest.mark.usefixtures("copies")
+
 torch.set_num_threads(1)
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2]

@@ -13,6 +13,8 @@ from mmcache.errors import EmbeddingError
 from mmcache.merge import MergePlan, merge_embeddings
 from mmcache.testing import SimulatedDevice
 
+pytestmark = pytest.mark.usefixtures("copies")
+
 torch.set_num_threads(1)
 
 MASK = torch.tensor([False, True, True, False])

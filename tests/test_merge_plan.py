@@ -15,6 +15,8 @@ from mmcache.errors import EmbeddingError, UnresolvedItemError
 from mmcache.items import MultimodalRequest
 from mmcache.merge import MergePlan
 
+pytestmark = pytest.mark.usefixtures("copies")
+
 torch.set_num_threads(1)
 
 

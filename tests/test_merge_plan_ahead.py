@@ -13,6 +13,8 @@ from mmcache.errors import EmbeddingError, UnresolvedItemError, WindowError
 from mmcache.merge import MergePlan
 from mmcache.testing import SimulatedDevice
 
+pytestmark = pytest.mark.usefixtures("copies")
+
 torch.set_num_threads(1)
 
 

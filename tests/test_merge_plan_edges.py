@@ -15,6 +15,8 @@ from mmcache.errors import EmbeddingError, RequestError, UnresolvedItemError
 from mmcache.merge import MergePlan
 from mmcache.testing import SimulatedDevice
 
+pytestmark = pytest.mark.usefixtures("copies")
+
 torch.set_num_threads(1)
 
 

@@ -14,6 +14,8 @@ from mmcache.merge import MergePlan, merge_embeddings
 from mmcache.staging import fill
 from mmcache.testing import SimulatedDevice
 
+pytestmark = pytest.mark.usefixtures("copies")
+
 torch.set_num_threads(1)
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32, torch.float64]

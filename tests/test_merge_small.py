@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mmcache import native
 from mmcache.errors import EmbeddingError
 from mmcache.merge import merge_embeddings
+
+pytestmark = pytest.mark.usefixtures("copies")
 
 torch.set_num_threads(1)
 
@@ -43,11 +46,14 @@ class Count(TorchDispatchMode):
         (3, torch.bfloat16, ["cat"]),
         (1, torch.float32, ["_to_copy"]),
         (3, torch.float32, ["cat", "_to_copy"]),
+        (3, torch.float16, ["cat", "_to_copy"]),
     ],
 )
 def test_a_few_rows_take_no_operation_but_those_that_join_and_convert(
     picture: str, pieces: int, dtype: torch.dtype, expected: list[str]
 ) -> None:
+    if dtype is torch.float32 and native.scatter_rounded is not None:
+        expected = [name for name in expected if name != "_to_copy"]
     mask = mask_of(picture)
     rows = torch.randn(int(mask.sum()), 8).to(dtype)
     parts = [part.clone() for part in torch.tensor_split(rows, pieces)]

@@ -1,7 +1,8 @@
 """Writing rows to a destination on the CPU: one pass over the rows, converting as it goes, on one thread.
 
-Rows of equal dtype are copied as records, all runs in one call. Rows of another dtype are converted straight into their
-places, run by run, where runs are long, else through a buffer that stays in the processor's cache.
+Rows of equal dtype are copied as records, all runs in one call; so are float32 ones to bfloat16, by the compiled part.
+Rows of another dtype are converted straight into their places, run by run, where runs are long, else through a buffer
+that stays in the processor's cache.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mmcache.merge.blocks import Block, blocks_of, edges_of, ends_of, evenly_spaced
-from mmcache.merge.records import PAST_CACHE, Flags, Records, is_followed, put, records_of
+from mmcache.merge.records import PAST_CACHE, Flags, Records, can_be_put, is_followed, put, records_of
 from mmcache.merge.sources import as_one
 
 __all__ = ["chunk_elements", "convert_flagged", "copy_evenly", "write_flagged", "write_host"]
@@ -52,7 +53,7 @@ def write_host(target: Tensor, blocks: Iterable[tuple[Tensor, Block]]) -> None:
             write_host(target, [(rows.to(dtype).cpu(), replace(block, first=0))])
         elif places is None or is_followed(rows):
             _copy_runs(target, rows, block)
-        elif rows.dtype is dtype and (found := records_of(rows)) is not None:
+        elif can_be_put(rows.dtype, dtype) and (found := records_of(rows)) is not None:
             start, flags = block.flags()
             copies.append((places[start : start + len(flags)], flags if len(flags) > block.count else ..., found))
         elif block.runs and _are_long(rows.numel(), len(block.runs)):
@@ -62,7 +63,7 @@ def write_host(target: Tensor, blocks: Iterable[tuple[Tensor, Block]]) -> None:
         else:
             start, flags = block.flags()
             write_flagged(places[start : start + len(flags)], flags, (rows,), dtype)
-    past = sum(found.nbytes for _, _, found in copies) >= PAST_CACHE
+    past = sum(len(found) * taken.itemsize for taken, _, found in copies) >= PAST_CACHE
     for taken, marks, found in copies:
         put(taken, marks, found, past)
     if into:
@@ -96,7 +97,7 @@ def write_flagged(places: Records, flags: Flags, parts: Sequence[Tensor | list[T
     found: list[Records | Tensor | list[Tensor]] = []
     counts = []
     for part in parts:
-        rows = records_of(part) if isinstance(part, Tensor) and part.dtype is dtype else None
+        rows = records_of(part) if isinstance(part, Tensor) and can_be_put(part.dtype, dtype) else None
         for piece in (rows,) if rows is not None else _chunks(part) if isinstance(part, Tensor) else (part,):
             count = sum(map(len, piece)) if isinstance(piece, list) else piece.shape[0]
             if count:
@@ -109,7 +110,7 @@ def write_flagged(places: Records, flags: Flags, parts: Sequence[Tensor | list[T
         if isinstance(piece, list):
             piece = as_one(piece)
         if isinstance(piece, Tensor):
-            rows = records_of(piece) if piece.dtype is dtype else None
+            rows = records_of(piece) if can_be_put(piece.dtype, dtype) else None
             piece = convert(piece) if rows is None else rows
         put(places[start:end], flags[start:end], piece, past)
         start = end

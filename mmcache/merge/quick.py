@@ -19,7 +19,7 @@ from torch.overrides import has_torch_function
 from mmcache import native
 from mmcache.merge.checks import FLOATS, overlap
 from mmcache.merge.host import convert_flagged
-from mmcache.merge.records import FLAG, PAST_CACHE, Flags, memory_at, record
+from mmcache.merge.records import FLAG, PAST_CACHE, Flags, can_be_put, memory_at, record
 
 __all__ = ["merge_quickly"]
 
@@ -59,6 +59,7 @@ def merge_quickly(inputs: Any, embeddings: Any, mask: Any) -> bool:
             return False
         flags = _array((total,), FLAG, memory_at(marked))
         nbytes = width * inputs.element_size()
+        scatter = native.scatter
         if type(embeddings) is Tensor:
             rows = embeddings
         elif type(embeddings) is not list and type(embeddings) is not tuple:
@@ -76,21 +77,22 @@ def merge_quickly(inputs: Any, embeddings: Any, mask: Any) -> bool:
         if rows.dtype is not dtype:
             if rows.dtype not in FLOATS:
                 return False
-            elements = slots * width
-            if elements >= _LONG_RUN and _convert(inputs, flags, rows, elements > _FEW_ELEMENTS):
-                return True
-            rows = rows.to(dtype)
+            if can_be_put(rows.dtype, dtype):
+                scatter = native.scatter_rounded
+            else:
+                elements = slots * width
+                if elements >= _LONG_RUN and _convert(inputs, flags, rows, elements > _FEW_ELEMENTS):
+                    return True
+                rows = rows.to(dtype)
         if not rows.is_contiguous() or (slots == 1 and _count(flags) != 1):  # NumPy would repeat it
             return False
-        source = rows.data_ptr()
-        if not source or (source < target + total * nbytes and target < source + slots * nbytes):
+        source, step = rows.data_ptr(), columns * rows.element_size()
+        if not source or (source < target + total * nbytes and target < source + slots * step):
             return False
-        if native.scatter is None:
+        if scatter is None:
             row = record(nbytes)
             _array((total,), row, memory_at(target))[flags] = _array((slots,), row, memory_at(source))
-        elif not native.scatter(
-            target, nbytes, marked, total, source, nbytes, slots, nbytes, slots * nbytes >= PAST_CACHE
-        ):
+        elif not scatter(target, nbytes, marked, total, source, step, slots, nbytes, slots * nbytes >= PAST_CACHE):
             return False
         if not inputs.is_inference():
             _written(inputs)

@@ -26,6 +26,7 @@ __all__ = [
     "PAST_CACHE",
     "Flags",
     "Records",
+    "can_be_put",
     "flags_of",
     "is_followed",
     "memory_at",
@@ -85,15 +86,27 @@ def flags_of(mask: Tensor) -> Flags:
 def put(places: Records, flags: Flags | EllipsisType, rows: Records, past: bool) -> None:
     """`places[flags] = rows`, for as many rows as there are True flags, or places for `...`.
 
-    `past`: past the processor's cache, if the compiled part is there.
+    Args:
+        places, flags: the destination.
+        rows: of its dtype; or of float32, for bfloat16, where `native.scatter_rounded` is there.
+        past: past the processor's cache, if the compiled part is there.
     """
-    if native.scatter is None or not past:
+    rounded = rows.itemsize != places.itemsize
+    scatter = native.scatter_rounded if rounded else native.scatter if past else None
+    if scatter is None:
         places[flags] = rows
         return
     marks = np.ones(len(places), np.bool_) if flags is ... else flags
     (to_step,), (step,) = places.strides, rows.strides
     to, start = places.ctypes.data, rows.ctypes.data
-    native.scatter(to, to_step, marks.ctypes.data, len(marks), start, step, len(rows), rows.itemsize, True)
+    scatter(to, to_step, marks.ctypes.data, len(marks), start, step, len(rows), places.itemsize, past)
+
+
+def can_be_put(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether `put` takes rows of one dtype for places of another."""
+    return source is target or (
+        source is torch.float32 and target is torch.bfloat16 and native.scatter_rounded is not None
+    )
 
 
 @lru_cache(maxsize=64)

@@ -37,7 +37,7 @@ scatter: Scatter | None = None
 """Rows as they are; None where the compiled part is missing."""
 
 scatter_rounded: Scatter | None = None
-"""Rows of float32 into rows of bfloat16, one step after the other; for few of them. PyTorch is quicker for many."""
+"""Rows of float32 into rows of bfloat16, rounded as they are written; None without the compiled part or AVX2."""
 
 try:
     from mmcache.native import _rows
@@ -45,4 +45,6 @@ except ImportError:
     pass
 else:
     if _rows.VERSION == _VERSION:
-        copy, scatter, scatter_rounded = _rows.copy, _rows.scatter, _rows.scatter_rounded
+        copy, scatter = _rows.copy, _rows.scatter
+        if _rows.ROUNDS:
+            scatter_rounded = _rows.scatter_rounded

@@ -20,6 +20,13 @@
 #else
 #define STREAMS 0
 #endif
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+#define ROUNDS 1
+#define AVX2 __attribute__((target("avx2")))
+#else
+#define ROUNDS 0
+#endif
 
 /* Raised with each change of a function's arguments or meaning: see __init__.py. */
 #define VERSION 1
@@ -76,6 +83,7 @@ copy_bytes(char *to, const char *from, int64_t nbytes, int past)
     memcpy(to, from, nbytes);
 }
 
+#if ROUNDS
 /* float32 to bfloat16: the nearest, of two the even one; what is not a number stays that. */
 static void
 round_one(char *to, const char *from)
@@ -87,30 +95,43 @@ round_one(char *to, const char *from)
     memcpy(to, &rounded, 2);
 }
 
-#if STREAMS
-static __m128i
-round_four(const char *from)
+AVX2 static __m256i
+round_eight(const char *from)
 {
-    __m128 numbers = _mm_loadu_ps((const float *)from);
-    __m128i bits = _mm_castps_si128(numbers), none = _mm_castps_si128(_mm_cmpunord_ps(numbers, numbers));
-    __m128i even = _mm_and_si128(_mm_srli_epi32(bits, 16), _mm_set1_epi32(1));
-    __m128i up = _mm_add_epi32(bits, _mm_add_epi32(even, _mm_set1_epi32(0x7fff)));
-    __m128i quiet = _mm_or_si128(bits, _mm_set1_epi32(0x400000));
-    return _mm_srai_epi32(_mm_or_si128(_mm_and_si128(none, quiet), _mm_andnot_si128(none, up)), 16);
+    __m256 numbers = _mm256_loadu_ps((const float *)from);
+    __m256i bits = _mm256_castps_si256(numbers);
+    __m256i none = _mm256_castps_si256(_mm256_cmp_ps(numbers, numbers, _CMP_UNORD_Q));
+    __m256i even = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(even, _mm256_set1_epi32(0x7fff)));
+    __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    return _mm256_srli_epi32(_mm256_blendv_epi8(up, quiet, none), 16);
 }
-#endif
 
-static void
+AVX2 static __m256i
+round_sixteen(const char *from)
+{
+    return _mm256_permute4x64_epi64(_mm256_packus_epi32(round_eight(from), round_eight(from + 32)), 0xd8);
+}
+
+AVX2 static void
 round_bytes(char *to, const char *from, int64_t nbytes, int past)
 {
-    (void)past; /* for a few rows only: PyTorch has wider registers for many */
-#if STREAMS
-    for (; nbytes >= 16; to += 16, from += 32, nbytes -= 16)
-        _mm_storeu_si128((__m128i *)to, _mm_packs_epi32(round_four(from), round_four(from + 16)));
-#endif
+    if (past && nbytes >= LONG_RUN && !((intptr_t)to & 1)) {
+        for (; before_line(to); to += 2, from += 4, nbytes -= 2)
+            round_one(to, from);
+        for (; nbytes >= LINE; to += LINE, from += 2 * LINE, nbytes -= LINE) {
+            _mm_prefetch(from + 32 * LINE, _MM_HINT_T0);
+            _mm_prefetch(from + 33 * LINE, _MM_HINT_T0);
+            _mm256_stream_si256((__m256i *)to, round_sixteen(from));
+            _mm256_stream_si256((__m256i *)(to + 32), round_sixteen(from + 64));
+        }
+    }
+    for (; nbytes >= 32; to += 32, from += 64, nbytes -= 32)
+        _mm256_storeu_si256((__m256i *)to, round_sixteen(from));
     for (; nbytes > 0; to += 2, from += 4, nbytes -= 2)
         round_one(to, from);
 }
+#endif
 
 /* Eight marks at a time; PyTorch's booleans are 0 and 1, others are told apart one by one. */
 static uint64_t
@@ -234,25 +255,35 @@ rows_scatter(PyObject *module, PyObject *const *arguments, Py_ssize_t found)
     return scatter_with(arguments, found, copy_bytes, 1);
 }
 
+#if ROUNDS
 static PyObject *
 rows_scatter_rounded(PyObject *module, PyObject *const *arguments, Py_ssize_t found)
 {
     return scatter_with(arguments, found, round_bytes, 2);
 }
+#endif
 
 static PyMethodDef methods[] = {
     {"copy", (PyCFunction)(void (*)(void))rows_copy, METH_FASTCALL, "copy(to, start, nbytes)"},
     {"scatter", (PyCFunction)(void (*)(void))rows_scatter, METH_FASTCALL,
      "scatter(to, to_step, marks, total, start, start_step, rows, nbytes, past)"},
+#if ROUNDS
     {"scatter_rounded", (PyCFunction)(void (*)(void))rows_scatter_rounded, METH_FASTCALL,
      "scatter_rounded(to, to_step, marks, total, start, start_step, rows, nbytes, past)"},
+#endif
     {NULL, NULL, 0, NULL},
 };
 
 static int
 set_up(PyObject *module)
 {
-    return PyModule_AddIntConstant(module, "VERSION", VERSION);
+    int rounds = 0;
+#if ROUNDS
+    rounds = __builtin_cpu_supports("avx2") != 0;
+#endif
+    if (PyModule_AddIntConstant(module, "VERSION", VERSION) < 0)
+        return -1;
+    return PyModule_AddIntConstant(module, "ROUNDS", rounds);
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, set_up}, {0, NULL}};

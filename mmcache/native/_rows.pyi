@@ -1,6 +1,7 @@
 from mmcache.native import Scatter
 
 VERSION: int
+ROUNDS: int
 
 def copy(to: int, start: int, nbytes: int, /) -> None: ...
 
