@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmcache import native
 from mmcache.errors import ConfigError
 from mmcache.integers import as_int
 
@@ -45,6 +46,8 @@ _KINDS = {
     if isinstance(dtype, torch.dtype) and dtype.itemsize in BITS and not dtype.is_complex and not name.startswith("q")
 }
 _ALIGNMENT = 512
+# Bytes from which on addresses are worth being asked for.
+_LARGE = 1 << 20
 
 
 def as_bits(tensor: Tensor) -> Bits | None:
@@ -66,7 +69,10 @@ def fill(target: Tensor, source: Tensor) -> None:
     if source.dtype is target.dtype and source.is_cpu:
         target_bits, source_bits = as_bits(target), as_bits(source)
         if target_bits is not None and source_bits is not None:
-            target_bits[...] = source_bits
+            if source_bits.nbytes >= _LARGE and source_bits.flags.c_contiguous and target_bits.flags.c_contiguous:
+                native.copy(target_bits.ctypes.data, source_bits.ctypes.data, source_bits.nbytes)
+            else:
+                target_bits[...] = source_bits
             return
     # Between dtypes PyTorch 2.13 may forget that a number is negated lazily.
     target.copy_(source.detach().resolve_neg().resolve_conj())
