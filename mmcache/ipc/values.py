@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmcache import native
 from mmcache.errors import FieldError, MessageError
 from mmcache.fields import FieldValue
 
@@ -175,7 +176,7 @@ def write_tensor(address: int, tensor: Tensor) -> None:
     if not nbytes:
         return
     if _is_plain(tensor):
-        ctypes.memmove(address, tensor.data_ptr(), nbytes)
+        native.copy(address, tensor.data_ptr(), nbytes)
     else:
         torch.from_numpy(bytes_at(address, nbytes)).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
