@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 from prefix_helpers import ask, matched
 
-from mmcache import PrefixIndex
+from mmcache import MultimodalRequest, PrefixIndex
 
 
 class TestEviction:
@@ -158,3 +159,43 @@ class TestClear:
         second.release()
         assert sorted(evicted) == [1, 2, 3, 4]
         assert index.num_blocks == 1
+
+
+def in_turns(index: PrefixIndex, conversations: int, turns: int, gives_ids: bool = False) -> list[MultimodalRequest]:
+    """Conversations that grow by a block at a time, one after the other: block n of conversation i is n * count + i."""
+    requests = [ask([name]) for name in range(conversations)]
+    for turn in range(turns):
+        for i, request in enumerate(requests):
+            request.extend([turn] * 4)
+            ids = list(range(i, (turn + 1) * conversations, conversations)) if gives_ids else None
+            assert index.insert(request, request.num_tokens, ids) == range(turn, turn + 1)
+    return requests
+
+
+@pytest.mark.parametrize("conversations", [1, 2])
+class TestBlocksThatCameOneByOne:
+    @pytest.mark.parametrize("gives_ids", [False, True])
+    def test_keep_their_ids(self, conversations: int, gives_ids: bool) -> None:
+        index = PrefixIndex(4)
+        requests = in_turns(index, conversations, 100, gives_ids)
+        for i, request in enumerate(requests):
+            with index.match(request) as match:
+                assert match.block_ids == list(range(i, 100 * conversations, conversations))
+
+    @pytest.mark.parametrize("turns", [3, 33, 80])
+    def test_part_and_go_in_order(self, conversations: int, turns: int) -> None:
+        half, total = turns // 2, turns * conversations
+        index = PrefixIndex(4, capacity_blocks=total + 2)
+        evicted: list[int] = []
+        index.on_evict(evicted.extend)
+        first, *others = in_turns(index, conversations, turns)
+        ids = list(range(0, total, conversations))
+        branch = ask([*first.token_ids[: 4 * half].tolist(), *[99] * 8])
+        assert index.insert(branch, 4 * half + 8) == range(half, half + 2)
+        with index.match(branch) as match:
+            assert match.block_ids == [*ids[:half], total, total + 1]
+        for request in others:
+            assert matched(index, request) == 4 * turns
+        for gone in range(1, turns - half + 1):
+            index.insert(ask([1000 + gone] * 4), 4)
+            assert evicted == ids[: -gone - 1 : -1]

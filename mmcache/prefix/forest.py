@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 from weakref import ref
 
 from mmcache.items import MultimodalRequest
+from mmcache.prefix.ids import MOST_PIECES, join_ids
 from mmcache.prefix.leaves import LeafOrder
-from mmcache.prefix.tree import Comparison, Node, block_key, item_keys, keys_before
+from mmcache.prefix.tree import Comparison, ItemKey, Node, add_keys, block_key, keys_before
 
 __all__ = ["Forest", "Place", "Scope", "parent_of"]
 
@@ -17,26 +20,35 @@ Scope: TypeAlias = tuple[str | None, str | None]
 """Cache salt and adapter."""
 
 
+_PARTED = 1 << 62  # behind a place the request and its tree differ
+_END = _PARTED + 1  # behind it there is nothing in the tree
+
+
 class Place:
     """How far a request agrees with its tree: up to `block`, in `node`; `item` is its first item at or after that.
 
     Attributes:
         request, node, block, item: as above.
-        cuts: what the node's were.
+        salt, adapter: the request's when it was first looked for.
+        until: up to which block they were compared. As far as any block goes where they part before, `_PARTED`, or
+            where the tree ends, `_END`.
         num_items: how many items the request had.
-        parted: the state of the forest in which they agree no further, or -1.
+        state: what the node's was; while it is, all this stands.
+        cuts: what the node's were; while they are, the request agrees at least that far.
     """
 
-    __slots__ = ("block", "cuts", "item", "node", "num_items", "parted", "request")
+    __slots__ = ("adapter", "block", "cuts", "item", "node", "num_items", "request", "salt", "state", "until")
 
-    def __init__(self, request: ref[MultimodalRequest], node: Node, block: int, item: int, num_items: int) -> None:
-        self.request = request
+    def __init__(self, request: MultimodalRequest, forget: Callable[[Any], object] | None, node: Node) -> None:
+        """At the start of a request; `forget` is called when that is gone."""
+        self.request = ref(request, forget)
+        self.salt = request.cache_salt
+        self.adapter = request.adapter
         self.node = node
         self.cuts = node.cuts
-        self.block = block
-        self.item = item
-        self.num_items = num_items
-        self.parted = -1
+        self.block = self.item = 0
+        self.num_items = len(request._offsets)
+        self.state = self.until = -1
 
 
 class Forest:
@@ -60,41 +72,32 @@ class Forest:
         self._places: dict[int, Place] = {}  # by id of the request
         self._comparison = Comparison()
         self._clock = 0
-        self._changes = 0
 
     def walk(self, request: MultimodalRequest, stop: int) -> Place | None:
         """How far the request's first `stop` blocks agree with its tree; marks that as used. None: there is no tree."""
-        root = self.roots.get((request.cache_salt, request.adapter))
-        if root is None:
-            return None
         place = self._places.get(id(request))
-        if place is None or place.request() is not request:
-            place = self._remember(request, root)
-        node = place.node
-        if node.cuts != place.cuts or node.root is not root or place.num_items != len(request._offsets):
-            place = self._revised(request, place, root)
-            node = place.node
-        block = place.block
-        if block > stop:
-            # Asked about less than is known to agree: what is remembered stays.
-            block = stop
-            place = Place(place.request, node, stop, bisect_left(request._offsets, stop * self.size), place.num_items)
-        while node.start >= block and node.parent is not None:  # was split since, or agrees with less
-            node = node.parent
-        if block < stop and place.parted != self._changes:
-            if block == node.end and not node.children:
-                place.parted = self._changes
-            else:
-                node, block = self._descend(request, place, node, block, stop)
-                place.block = block
-        if place.node is not node:
-            place.node = node
-            place.cuts = node.cuts
-        self._clock = node.used = self._clock + 1
+        offsets = request._offsets
+        if (
+            place is None
+            or place.state != place.node.state
+            or not place.block <= stop <= place.until
+            or request.cache_salt is not place.salt
+            or request.adapter is not place.adapter
+            # New items change nothing where they are behind all that the tree knows.
+            or (
+                place.num_items != len(offsets)
+                and (place.until != _END or offsets[place.item] < place.block * self.size)
+            )
+        ):
+            place = self._compare(request, place, stop)
+            if place is None:
+                return None
+        place.num_items = len(offsets)
+        self._clock = place.node.used = self._clock + 1
         return place
 
-    def grow(self, request: MultimodalRequest, place: Place | None, end: int, ids: array[int]) -> None:
-        """Append the blocks up to `end` where the request left its tree, under these ids."""
+    def grow(self, request: MultimodalRequest, place: Place | None, end: int, ids: range | array[int]) -> None:
+        """Append the blocks up to `end` behind the place that `walk` just found, under these ids."""
         size = self.size
         if place is None or not place.block:  # making room may have emptied its tree
             place = self._remember(request, self._root(request))
@@ -102,25 +105,29 @@ class Forest:
         if block < node.end:
             node = node.split(block, size)
         tokens = request._buffer
-        keys, place.item = item_keys(request, place.item, end * size)
+        node.state += 1
         if node.children or node.parent is None:
+            keys: list[ItemKey] = []
+            place.item = add_keys(keys, request, place.item, end * size)
             first_block = tokens[block * size : (block + 1) * size].tobytes()
             key = block_key(first_block, keys_before(keys, (block + 1) * size))
-            child = Node(node, key, block, block, ids, keys)
+            child = Node(node, key, block, block, [ids], keys)
+            self._clock = child.used = self._clock + 1
             node.children[key] = child
             node = child
         else:
-            node.ids += ids
-            if keys:
-                node.items += keys
+            node.ids.append(ids)
+            if len(node.ids) > MOST_PIECES:
+                join_ids(node.ids)
+            if place.item < place.num_items:
+                place.item = add_keys(node.items, request, place.item, end * size)
         node.hold(tokens, end, size)
         self.count += end - block
-        # Nothing is behind the new end: there the request and the tree part.
-        self._changes = place.parted = self._changes + 1
-        self._clock = node.used = self._clock + 1
-        place.block = end
         place.node = node
         place.cuts = node.cuts
+        place.state = node.state
+        place.block = end
+        place.until = _END
         if not node.queued:
             self.leaves.add(node, self.count)
 
@@ -138,29 +145,23 @@ class Forest:
     def clear(self, scope: Scope, evicted: list[int]) -> None:
         """Forget a tree. Blocks that are pinned go with their last pin."""
         nodes = [self.roots.pop(scope)]
+        nodes[0].dead = True
         for node in nodes:  # grows
             nodes += node.children.values()
+            node.state += 1
         for node in reversed(nodes):  # leaves first
             self._prune(node, evicted)
 
-    def pin(self, node: Node, block: int) -> None:
-        """Keep a node's blocks before `block`, and all before the node, from eviction."""
-        pins = node.pins
-        if not pins or block >= pins[-1]:
-            pins.append(block)
-        else:
-            insort(pins, block)
-
     def unpin(self, node: Node, block: int, evicted: list[int]) -> None:
-        """Take back one `pin`."""
-        while node.start >= block:  # was split since
+        """Let go of a node's blocks before `block`, which is one of its pins, or was when it was not split yet."""
+        while node.start >= block:
             node = parent_of(node)
         pins = node.pins
         if pins[-1] == block:
             pins.pop()
         else:
             del pins[bisect_left(pins, block)]
-        if self.roots.get(node.root.key) is not node.root:
+        if node.root.dead:
             self._prune(node, evicted)
         elif not node.queued:
             self.leaves.add(node, self.count)
@@ -169,28 +170,48 @@ class Forest:
         scope = (request.cache_salt, request.adapter)
         root = self.roots.get(scope)
         if root is None:
-            root = self.roots[scope] = Node(None, scope, 0, 0, array("q"), [])
+            root = self.roots[scope] = Node(None, scope, 0, 0, [], [])
         return root
 
     def _remember(self, request: MultimodalRequest, root: Node) -> Place:
         """A place for the request at the root of its tree, for as long as the request lives."""
-        key, places = id(request), self._places
-
-        def forget(_: ref[MultimodalRequest]) -> None:
-            places.pop(key, None)
-
-        place = places[key] = Place(ref(request, forget), root, 0, 0, len(request._offsets))
+        key = id(request)
+        # No Python code runs between the request's end and that of its place, that could fail or be interrupted: no
+        # other request of the same id finds it.
+        place = self._places[key] = Place(request, partial(self._places.pop, key), root)
         return place
 
-    def _revised(self, request: MultimodalRequest, place: Place, root: Node) -> Place:
-        """The place of a request that has new items, or where the tree is no longer what it was."""
+    def _compare(self, request: MultimodalRequest, place: Place | None, stop: int) -> Place | None:
+        """What `walk` finds where it is not remembered as it is."""
+        root = self.roots.get((request.cache_salt, request.adapter))
+        if root is None:
+            return None
         offsets = request._offsets
-        came_late = place.item < len(offsets) and offsets[place.item] < place.block * self.size
-        if came_late or place.node.cuts != place.cuts or place.node.root is not root:
-            # New items may stand for tokens that were compared without them.
-            return self._remember(request, root)
-        place.num_items = len(offsets)
-        place.parted = -1  # the next block may be another one with them
+        if (
+            place is None
+            or place.cuts != place.node.cuts
+            or place.node.root is not root
+            # New items that stand for tokens which were compared without them.
+            or (place.item < len(offsets) and offsets[place.item] < place.block * self.size)
+        ):
+            place = self._remember(request, root)
+        node, block = place.node, place.block
+        while node.start >= block and node.parent is not None:  # was split since
+            node = node.parent
+        if block > stop:
+            # Asked about less than is known to agree: what is remembered stays.
+            while node.start >= stop and node.parent is not None:
+                node = node.parent
+            less = Place(request, None, node)
+            less.block, less.item = stop, bisect_left(offsets, stop * self.size)
+            return less
+        place.node, place.block = node, block = self._descend(request, place, node, block, stop)
+        place.cuts = node.cuts
+        place.state = node.state
+        if block == node.end and not node.children:
+            place.until = _END
+        else:
+            place.until = _PARTED if block < stop else stop
         return place
 
     def _descend(self, request: MultimodalRequest, place: Place, node: Node, block: int, stop: int) -> tuple[Node, int]:
@@ -198,22 +219,22 @@ class Forest:
         size = self.size
         while block < stop:
             if block == node.end:
-                child = None
-                if node.children:
-                    starts, _ = item_keys(request, place.item, (block + 1) * size)
-                    first_block = request._buffer[size * block : size * (block + 1)].tobytes()
-                    child = node.children.get(block_key(first_block, starts))
+                if not node.children:
+                    break
+                starts: list[ItemKey] = []
+                add_keys(starts, request, place.item, (block + 1) * size)
+                first_block = request._buffer[size * block : size * (block + 1)].tobytes()
+                child = node.children.get(block_key(first_block, starts))
                 if child is None:
-                    place.parted = self._changes
                     break
                 node = child
             until = min(stop, node.end)
-            keys, after = item_keys(request, place.item, until * size)
+            keys: list[ItemKey] = []
+            after = add_keys(keys, request, place.item, until * size)
             agreed = node.common(block, until, request._buffer, keys, size, self._comparison)
             block = agreed
             if agreed < until:
                 place.item = bisect_left(request._offsets, agreed * size, place.item)
-                place.parted = self._changes
                 break
             place.item = after
         return node, block
@@ -226,15 +247,16 @@ class Forest:
 
     def _cut(self, node: Node, end: int, evicted: list[int]) -> None:
         ids = node.cut(end, self.size)
-        self._changes += 1
         self.count -= len(ids)
-        evicted += reversed(ids)
+        evicted += ids
         if node.dead:
             parent = parent_of(node)
+            parent.state += 1
             parent.used = max(parent.used, node.used)
             self.leaves.add(parent, self.count)
-            if parent.parent is None and not parent.children and self.roots.get(parent.key) is parent:
+            if parent.parent is None and not parent.children and not parent.dead:
                 del self.roots[parent.key]
+                parent.dead = True
 
     def _prune(self, node: Node, evicted: list[int]) -> None:
         """Cut what is not pinned of a node of a cleared tree, and of those before it."""

@@ -7,39 +7,58 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from mmcache.errors import RequestError
 from mmcache.items import MultimodalRequest
 
-__all__ = ["BlockIds", "Numbers", "check_ids"]
+__all__ = ["MOST_PIECES", "BlockIds", "Ids", "check_ids", "cut_ids", "join_ids", "split_ids"]
 
 BlockIds: TypeAlias = "Sequence[int] | Any"  # or a numpy array or tensor of integers
 
-_AHEAD = 1 << 12  # numbers made at once, beyond those that are asked for
+Ids: TypeAlias = "list[range | array[int]]"
+"""Ids of the blocks of a node, in pieces: ranges where they are the index's own, which cost next to nothing to make."""
+
+MOST_PIECES = 32
+"""Of a node; more are joined."""
 
 
-class Numbers:
-    """The numbers from 0 on, each once."""
+def join_ids(ids: Ids) -> None:
+    """Make one piece of those of a node."""
+    first, last = ids[0], ids[-1]
+    if isinstance(first, range) and isinstance(last, range) and last.stop - first.start == sum(map(len, ids)):
+        ids[:] = [range(first.start, last.stop)]  # numbers only grow: there is no gap
+        return
+    whole = first if isinstance(first, array) else array("q", first)
+    for piece in ids[1:]:
+        whole.extend(piece)
+    ids[:] = [whole]
 
-    def __init__(self) -> None:
-        self._first = 0  # the number at index 0 of those that are made
-        self._next = 0  # index of the next one
-        self._made = self._make(0)
 
-    def take(self, count: int) -> array[int]:
-        """The next `count` numbers."""
-        first = self._next
-        last = first + count
-        if last > len(self._made):
-            self._first += first
-            self._made = self._make(count)
-            first, last = 0, count
-        self._next = last
-        return self._made[first:last]
+def split_ids(ids: Ids, count: int) -> tuple[Ids, Ids]:
+    """The first `count` ids and the others."""
+    for index, piece in enumerate(ids):
+        if count < len(piece):
+            before = [*ids[:index], piece[:count]] if count else ids[:index]
+            return before, [piece[count:], *ids[index + 1 :]]
+        count -= len(piece)
+    return ids, []
 
-    def _make(self, count: int) -> array[int]:
-        return array("q", np.arange(self._first, self._first + count + _AHEAD, dtype=np.int64).tobytes())
+
+def cut_ids(ids: Ids, count: int) -> list[int]:
+    """Drop the last `count` ids and return them, the last one first."""
+    dropped: list[int] = []
+    while count > 0:
+        piece = ids.pop()
+        keep = max(len(piece) - count, 0)
+        count -= len(piece)
+        dropped += reversed(piece[keep:])
+        if not keep:
+            continue
+        if isinstance(piece, array):
+            del piece[keep:]  # in place: an array is not to be copied for each block that goes
+        else:
+            piece = piece[:keep]
+        ids.append(piece)
+    return dropped
 
 
 def check_ids(

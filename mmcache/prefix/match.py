@@ -21,14 +21,14 @@ class PrefixMatch:
             unless that last token caps it; the last block is then used in part and its last token computed again.
     """
 
+    # Filled in by the index: a constructor in Python would be the dearest part of a match that is remembered.
     __slots__ = ("_blocks", "_index", "_node", "_released", "num_tokens")
 
-    def __init__(self, index: PrefixIndex, node: Node | None, blocks: int, num_tokens: int) -> None:
-        self._index = index
-        self._node = node  # in which its last block lies, or lay when it was made
-        self._blocks = blocks
-        self._released = False
-        self.num_tokens = num_tokens
+    num_tokens: int
+    _index: PrefixIndex
+    _node: Node | None  # in which its last block lies, or lay when it was made
+    _blocks: int
+    _released: bool
 
     @property
     def block_ids(self) -> list[int]:
@@ -41,7 +41,21 @@ class PrefixMatch:
 
     def release(self) -> None:
         """Let the blocks be evicted. Idempotent."""
-        self._index._release(self)
+        index = self._index
+        evicted: list[int] = []
+        index._lock.acquire()
+        try:
+            if self._released:
+                return
+            self._released = True
+            if self._node is not None:
+                index._forest.unpin(self._node, self._blocks, evicted)
+                if evicted:
+                    index._given.difference_update(evicted)
+        finally:
+            index._lock.release()
+        if evicted:
+            index._announce(evicted)
 
     def __enter__(self) -> Self:
         return self

@@ -7,7 +7,7 @@ only if they share all blocks before it, its tokens, and every item that overlap
 
 A node's path from the root never changes while the node lives, but for its own end, which eviction cuts and insertion
 extends; `cuts` counts the former, so that who remembers a place in a node can tell whether it still stands for the
-same tokens.
+same tokens, and `state` any change, so that they can tell whether there is more to compare with.
 
 Tokens are not copied where a request's own array serves: it is append-only, so that what a node refers to never
 changes. A node keeps no more alive than `_WASTE` times what it stands for; where an array is longer it copies its part.
@@ -15,7 +15,6 @@ changes. A node keeps no more alive than `_WASTE` times what it stands for; wher
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from typing import Any, TypeAlias
@@ -23,8 +22,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mmcache.items import MultimodalRequest
+from mmcache.prefix.ids import Ids, cut_ids, split_ids
 
-__all__ = ["Comparison", "ItemKey", "Node", "block_key", "item_keys", "keys_before"]
+__all__ = ["Comparison", "ItemKey", "Node", "add_keys", "block_key", "keys_before"]
 
 Tokens: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 
@@ -35,28 +35,30 @@ _CHUNK = 1 << 14  # tokens compared at once: edges are long, and two may part ea
 _WASTE = 3
 
 
-def item_keys(request: MultimodalRequest, index: int, limit: int) -> tuple[list[ItemKey], int]:
-    """The keys of the items from `index` on that start before token `limit`, and the index of the first that does not.
+def add_keys(keys: list[ItemKey], request: MultimodalRequest, index: int, limit: int) -> int:
+    """Append the keys of the items from `index` on that start before token `limit`; the first that does not.
 
     Items without tokens overlap no block and have no key.
     """
     offsets = request._offsets
     end = len(offsets)
     if index == end or offsets[index] >= limit:
-        return [], index
+        return index
     if offsets[-1] >= limit:
         end = bisect_left(offsets, limit, index)
     if end == index + 1:  # the next turn's: a comprehension would cost five times as much
         item = request.items[index]
         place = item._placeholder
-        return [(place._offset, place._length, place._runs, item._identifier)] if place._length else [], end
+        if place._length:
+            keys.append((place._offset, place._length, place._runs, item._identifier))
+        return end
     # The slots instead of the properties: this is the larger part of matching a request of many items.
-    keys = [
+    keys += [
         (place._offset, place._length, place._runs, item._identifier)
         for item in request.items[index:end]
         if (place := item._placeholder)._length
     ]
-    return keys, end
+    return end
 
 
 def keys_before(keys: list[ItemKey], limit: int) -> list[ItemKey]:
@@ -110,18 +112,19 @@ class Node:
         items: the items that start in them.
         pins: sorted; up to which block each match that ends here holds it.
         cuts: how often its end was cut off.
+        state: how often its blocks or its children changed, or its tree was cleared.
         used: when it, or what followed it, was used last.
         queued: whether the order of eviction holds it.
-        dead: whether it was removed.
+        dead: whether it was removed; of a root, whether requests no longer find it.
     """
 
     __slots__ = (
         "base", "children", "cuts", "dead", "end", "ids", "items", "key", "owned", "parent", "pins", "queued", "root",
-        "start", "tokens", "used",
+        "start", "state", "tokens", "used",
     )  # fmt: skip
 
     def __init__(
-        self, parent: Node | None, key: Hashable, start: int, end: int, ids: array[int], items: list[ItemKey]
+        self, parent: Node | None, key: Hashable, start: int, end: int, ids: Ids, items: list[ItemKey]
     ) -> None:
         self.parent = parent
         self.root: Node = self if parent is None else parent.root
@@ -135,7 +138,7 @@ class Node:
         self.items = items
         self.children: dict[Hashable, Node] = {}
         self.pins: list[int] = []
-        self.cuts = 0
+        self.cuts = self.state = 0
         self.used = 0
         self.queued = False
         self.dead = False
@@ -170,11 +173,14 @@ class Node:
 
     def hold(self, tokens: Tokens, end: int, size: int) -> None:
         """Stand for the blocks up to `end`, at least those so far, which are the first of a request's tokens."""
+        if _WASTE * size * (end - self.start) >= len(tokens):
+            self.end = end
+            self.tokens = tokens
+            self.base = 0
+            self.owned = False
+            return
         first, known, last = self.start * size, self.end * size, end * size
         self.end = end
-        if _WASTE * (last - first) >= len(tokens):
-            self.tokens, self.base, self.owned = tokens, 0, False
-            return
         if not self.owned or last - self.base > len(self.tokens):
             grown = np.empty((last - first) * 5 // 4, np.int32)  # the next turns' go in without copying all again
             grown[: known - first] = self.tokens[first - self.base : known - self.base]
@@ -186,12 +192,13 @@ class Node:
         if self.parent is None:
             raise ValueError("a root has no blocks to split")
         first = bisect_left(self.items, (block * size,))
-        upper = Node(self.parent, self.key, self.start, block, self.ids[: block - self.start], self.items[:first])
+        ids, self.ids = split_ids(self.ids, block - self.start)
+        upper = Node(self.parent, self.key, self.start, block, ids, self.items[:first])
         upper.tokens, upper.base = self.tokens, self.base
         upper.used = self.used
-        self.ids = self.ids[block - self.start :]
         self.items = self.items[first:]
         self.start = block
+        self.state += 1
         held = bisect_left(self.pins, block + 1)
         upper.pins, self.pins = self.pins[:held], self.pins[held:]
         self.parent.children[self.key] = upper
@@ -203,13 +210,13 @@ class Node:
         upper._trim(size)
         return upper
 
-    def cut(self, end: int, size: int) -> array[int]:
-        """Drop the blocks from `end` on and return their ids; without any blocks left the node is dead."""
-        ids = self.ids[end - self.start :]
-        del self.ids[end - self.start :]
+    def cut(self, end: int, size: int) -> list[int]:
+        """Drop the blocks from `end` on and return their ids, the last first; without any left the node is dead."""
+        ids = cut_ids(self.ids, self.end - end)
         del self.items[bisect_left(self.items, (end * size,)) :]
         self.end = end
         self.cuts += 1
+        self.state += 1
         if self.start == end and self.parent is not None:
             self.dead = True
             del self.parent.children[self.key]
