@@ -24,6 +24,8 @@ from mmcache.ipc.values import ALIGNMENT, aligned, flatten, same_bytes, write_te
 
 __all__ = ["Arena"]
 
+_BYTES = {bytes, bytearray, memoryview}
+
 
 class Arena:
     """A byte budget of shared memory that this process owns and any process of the host can read.
@@ -117,15 +119,15 @@ class Arena:
             ArenaFullError: as `hold`.
             ConfigError: a piece is no bytes.
         """
-        if not all(isinstance(part, (bytes, bytearray, memoryview)) for part in parts):
+        if not _BYTES.issuperset(map(type, parts)):
             raise ConfigError("a message is made of pieces of bytes", found=[type(part).__name__ for part in parts])
-        end = sum(len(part) for part in parts)
-        region = self._allocate(end)
-        position = region.offset
+        region = self._allocate(sum(map(len, parts)))
+        start = region.offset
         try:
             for part in parts:
-                self._view[position : position + len(part)] = part
-                position += len(part)
+                end = start + len(part)
+                self._view[start:end] = part
+                start = end
         except ValueError as error:  # a view of other things than bytes
             self.release(region)
             raise ConfigError(f"a message is made of pieces of bytes: {error}") from None
@@ -142,11 +144,11 @@ class Arena:
             self._retain(region)
             return region
 
-    def retain(self, region: Region) -> None:
-        """One more reference to a region that the caller holds."""
+    def retain(self, region: Region, times: int = 1) -> None:
+        """One more reference, or several, to a region that the caller holds."""
         self._check_own(region)
         with self._lock:
-            self._retain(region)
+            self._retain(region, times)
 
     def release(self, region: Region) -> None:
         """Give back one reference.
@@ -265,11 +267,11 @@ class Arena:
             del self._idle[region]
             self._free(region)
 
-    def _retain(self, region: Region) -> None:
+    def _retain(self, region: Region, times: int = 1) -> None:
         if not region.refs:
             self._idle.pop(region, None)
             self._referenced += _footprint(region.nbytes)
-        region.refs += 1
+        region.refs += times
 
     def _allocate(self, nbytes: int) -> Region:
         size = _footprint(nbytes)
@@ -315,7 +317,8 @@ class Arena:
 
 
 def _footprint(nbytes: int) -> int:
-    return ALIGNMENT + aligned(nbytes)
+    """Bytes of a region with its guard, up to the next multiple of `ALIGNMENT`."""
+    return ALIGNMENT + nbytes + -nbytes % ALIGNMENT
 
 
 def _leaves_of(value: FieldValue) -> list[Tensor]:

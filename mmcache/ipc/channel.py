@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import select
+import struct
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Protocol, runtime_checkable
 
-__all__ = ["Channel", "waiter"]
+__all__ = ["Channel", "speaker", "waiter"]
+
+_LENGTH = struct.Struct("!i")  # what a `Connection` puts in front of a message
+_SMALL = 4096
 
 
 @runtime_checkable
@@ -43,3 +48,20 @@ def waiter(channel: Channel) -> Callable[[float | None], bool]:
         return bool(poller.poll(timeout * 1000))
 
     return wait
+
+
+def speaker(channel: Channel) -> Callable[[bytes], None]:
+    """The channel's `send_bytes`; of a `Connection`, small messages in one system call and little else."""
+    if type(channel) is not Connection:
+        return channel.send_bytes
+
+    def speak(message: bytes) -> None:
+        if len(message) > _SMALL:
+            channel.send_bytes(message)
+            return
+        data = _LENGTH.pack(len(message)) + message
+        written = os.write(channel.fileno(), data)
+        while written < len(data):  # a signal came in between
+            written += os.write(channel.fileno(), data[written:])
+
+    return speak

@@ -19,13 +19,14 @@ def check_request(request: object) -> None:
 
 def check_pairs(parts: Sequence[tuple[MultimodalRequest, StepPlan]]) -> Sequence[tuple[MultimodalRequest, StepPlan]]:
     """The parts of a step. Raise RequestError unless they are requests with their plans."""
+    pairs = []
     try:
-        pairs = [(request, plan) for request, plan in parts]
-        right = all(isinstance(r, MultimodalRequest) and isinstance(p, StepPlan) for r, p in pairs)
+        for request, plan in parts:
+            if not isinstance(request, MultimodalRequest) or not isinstance(plan, StepPlan):
+                raise TypeError
+            pairs.append((request, plan))
     except (TypeError, ValueError):
-        right = False
-    if not right:
-        raise RequestError("a step is a list of requests with their plans", found=type(parts).__name__)
+        raise RequestError("a step is a list of requests with their plans", found=type(parts).__name__) from None
     return pairs
 
 

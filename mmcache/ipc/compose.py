@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+
+import msgspec
 
 from mmcache.errors import ArenaFullError, MMCacheError, RequestError
 from mmcache.ipc.arena import Arena
 from mmcache.ipc.delta import encode_delta
-from mmcache.ipc.messages import Step, encode
+from mmcache.ipc.messages import Delta, Step, encode
 from mmcache.ipc.payload import Buffers, Held, give_back
 from mmcache.ipc.peers import Peer, StepPart
 from mmcache.ipc.plans import encode_plan
 from mmcache.ipc.regions import Region
-from mmcache.ipc.wire import Kind, body_parts, inline_frame, region_frame
-from mmcache.planning import StepPlan
+from mmcache.ipc.wire import body_parts, place_of
 
 __all__ = ["Composer", "StepBody"]
 
@@ -23,48 +24,49 @@ __all__ = ["Composer", "StepBody"]
 _SMALL_BODY = 4096
 
 
-@dataclass(slots=True)
-class StepBody:
-    """A body, and what its receiver knows afterwards.
+class StepBody(msgspec.Struct):
+    """A body, and what its receivers know afterwards.
 
     Attributes:
         parts: pieces of the body.
-        told: request to the (tokens, items) that its receiver has then.
-        ended: number of requests that it tells to forget.
+        told: request to the (tokens, items) that its receivers have then.
         owed: handles to drop that no plan of it could name.
         region: where the body lies in the arena; None: it travels in the frame.
+        place: the same, for a frame.
+        regions: all that its receivers read in the arena.
+        readers: how many there are that read it there.
     """
 
     parts: list[bytes | memoryview]
     told: dict[int, tuple[int, int]]
-    ended: int
     owed: dict[str, tuple[int, ...]]
     region: Region | None = None
-
-    def frame(self, kind: Kind, session: int, epoch: int, sequence: int) -> bytes:
-        """The frame for one worker."""
-        region = self.region
-        if region is None:
-            return inline_frame(kind, session, epoch, sequence, self.parts)
-        return region_frame(kind, session, epoch, sequence, (region.offset, region.nbytes, region.serial))
+    place: bytes = b""
+    regions: Sequence[Region] = ()
+    readers: int = 0
 
 
-@dataclass(slots=True)
 class Composer:
     """Makes the bodies of one step. Holds payload and bodies until `close`, and lends them to workers.
 
     Attributes:
-        arena: where bodies and payload lie, or None.
         step: its number.
         parts: requests and plans.
-        held: the payload of each part.
     """
 
-    arena: Arena | None
-    step: int
-    parts: Sequence[StepPart]
-    held: Sequence[Sequence[Held]]
-    _bodies: dict[object, StepBody] = field(default_factory=dict)
+    __slots__ = ("_arena", "_bodies", "_held", "parts", "step")
+
+    def __init__(self, arena: Arena | None, step: int) -> None:
+        self._arena = arena
+        self._bodies: dict[object, StepBody] = {}
+        self._held: list[Sequence[Held]] = []
+        self.parts: list[StepPart] = []
+        self.step = step
+
+    def add(self, part: StepPart, held: Sequence[Held] = ()) -> None:
+        """One request's part, and its payload, which is given back at `close`."""
+        self.parts.append(part)
+        self._held.append(held)
 
     def body(self, peer: Peer) -> StepBody:
         """The body for a worker, from what it acknowledged.
@@ -73,76 +75,79 @@ class Composer:
             FieldError: metadata that cannot travel.
             RequestError: text that is no Unicode.
         """
-        bases = {part.uid: peer.base(part.uid) for part in self.parts}
-        key = (tuple(bases.items()), tuple(peer.ended), peer.attached, peer.reads_payload, tuple(peer.owed.items()))
+        known = [peer.known.get(part.uid, (0, 0)) for part in self.parts]
+        ended, owed = peer.ended, peer.owed
+        key = (
+            (peer.attached, peer.reads_payload, *known, *ended, *owed.items())
+            if ended or owed
+            else (peer.attached, peer.reads_payload, *known)
+        )
         body = self._bodies.get(key)
         if body is None:
-            body = self._bodies[key] = self._compose(bases, peer)
-            if peer.attached:
-                place_body(self.arena, body)
+            body = self._bodies[key] = self._compose(known, peer)
+        body.readers += peer.attached
         return body
 
-    def lend(self, body: StepBody, peer: Peer) -> list[Region]:
-        """What a worker reads in the arena for this step, with one reference of its own to each."""
-        if self.arena is None or not peer.attached:
-            return []
-        regions = [region for own in self.held for one in own for region in one.regions]
-        regions = regions if peer.reads_payload else []
-        if body.region is not None:
-            regions.append(body.region)
-        for region in regions:
-            self.arena.retain(region)
-        return regions
+    def lend(self) -> None:
+        """Give each worker that reads in the arena one reference of its own to what it reads there for this step."""
+        if self._arena is not None:
+            for body in self._bodies.values():
+                for region in body.regions:
+                    self._arena.retain(region, body.readers)
 
     def close(self) -> None:
         """Give back what was held; what was lent stays."""
-        for own in self.held:
-            give_back(self.arena, own)
-        for body in self._bodies.values():
-            if self.arena is not None and body.region is not None:
-                self.arena.release(body.region)
-        self.held, self._bodies = (), {}
+        arena = self._arena
+        if arena is not None:
+            for held in self._held:
+                if held:
+                    give_back(arena, held)
+            for body in self._bodies.values():
+                if body.region is not None:
+                    arena.release(body.region)
+        self._held, self._bodies = [], {}
 
-    def _compose(self, bases: dict[int, tuple[int, int]], peer: Peer) -> StepBody:
+    def _compose(self, known: Sequence[tuple[int, int]], peer: Peer) -> StepBody:
         buffers = Buffers()
-        deltas = []
-        told = {}
-        for part in self.parts:
+        deltas: list[Delta] = []
+        told: dict[int, tuple[int, int]] = {}
+        for part, base in zip(self.parts, known):
             request, uid = part.request, part.uid
-            now = (request.num_tokens, len(request.items))
             if uid not in told:
-                told[uid] = now
-                if now != bases[uid] or bases[uid] == (0, 0):
+                now = told[uid] = (request.num_tokens, len(request.items))
+                if now != base or base == (0, 0):
                     try:
-                        deltas.append(encode_delta(request, uid, *bases[uid], buffers.add))
+                        deltas.append(encode_delta(request, uid, *base, buffers.buffers))
                     except MMCacheError as error:
                         raise error.about(request_id=request.request_id) from None
-        reads = peer.reads_payload
-        owed = dict(peer.owed)
-        parts = [
-            encode_plan(
-                _dropping(part.plan, owed.pop(part.plan.ledger_id, ())),
-                part.uid,
-                [one.describe(self.arena, peer.attached, buffers) for one in own] if reads else [],
-            )
-            for part, own in zip(self.parts, self.held)
-        ]
-        step = Step(step=self.step, ended=peer.ended, deltas=deltas, parts=parts)
+        owed = peer.owed
+        parts = []
+        for part, held in zip(self.parts, self._held):
+            plan = part.plan
+            if owed and plan.ledger_id in owed:
+                owed = dict(owed)
+                plan = replace(plan, drop=plan.drop + owed.pop(plan.ledger_id))
+            reads = held and peer.reads_payload
+            payloads = [one.describe(self._arena, peer.attached, buffers) for one in held] if reads else []
+            parts.append(encode_plan(plan, part.uid, payloads))
         try:
-            header = encode(step)
+            header = encode(Step(step=self.step, ended=peer.ended, deltas=deltas, parts=parts))
         except (UnicodeEncodeError, OverflowError) as error:
             raise RequestError("the step cannot travel", found=str(error)) from None
-        return StepBody(body_parts(header, buffers.buffers), told, len(peer.ended), owed)
+        body = StepBody(body_parts(header, buffers.buffers), told, owed)
+        if self._arena is not None and peer.attached:
+            regions = [region for held in self._held for one in held for region in one.regions]
+            body.regions = regions if peer.reads_payload else []
+            _place(self._arena, body)
+        return body
 
 
-def _dropping(plan: StepPlan, more: tuple[int, ...]) -> StepPlan:
-    return replace(plan, drop=plan.drop + more) if more else plan
-
-
-def place_body(arena: Arena | None, body: StepBody) -> None:
+def _place(arena: Arena, body: StepBody) -> None:
     """Write a long body to the arena, if there is room."""
-    if arena is not None and sum(map(len, body.parts)) > _SMALL_BODY:
+    if sum(map(len, body.parts)) > _SMALL_BODY:
         try:
-            body.region = arena.hold_bytes(body.parts)
+            region = body.region = arena.hold_bytes(body.parts)
         except ArenaFullError:
-            body.region = None  # it travels in the frame
+            return  # it travels in the frame
+        body.place = place_of(region.offset, region.nbytes, region.serial)
+        body.regions = [*body.regions, region]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Sequence
+from itertools import chain
 from operator import attrgetter
-from typing import TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,19 +14,18 @@ from torch import Tensor
 
 from mmcache.fields import FieldValue, ItemFields
 from mmcache.ipc.messages import Column, Delta, FieldSpec
-from mmcache.ipc.values import Leaf, bytes_of, flatten, leaf_of
+from mmcache.ipc.values import ALIGNMENT, Leaf, bytes_of, flatten, leaf_of
 from mmcache.items import MultimodalItem, MultimodalRequest
 
-__all__ = ["AddBuffer", "encode_delta", "field_spec"]
+__all__ = ["encode_delta", "field_spec"]
 
-AddBuffer: TypeAlias = Callable[[bytes | memoryview], int]
-"""Adds a buffer to the message and returns its number."""
+_FEW = 16
 
 
 def encode_delta(
-    request: MultimodalRequest, uid: int, tokens_from: int, items_from: int, add_buffer: AddBuffer
+    request: MultimodalRequest, uid: int, tokens_from: int, items_from: int, buffers: list[bytes | memoryview]
 ) -> Delta:
-    """The tokens and items of a request from some point on.
+    """The tokens and items of a request from some point on; what is long is appended to the message's buffers.
 
     Raises:
         FieldError: a `keep_on_cpu` field cannot travel.
@@ -37,6 +38,8 @@ def encode_delta(
     run_counts, runs = ([], b"") if request._num_rows[items_from:] == lengths else _runs(items)
     schemas, schema_of, members = _schemas(items)
     columns, metadata = _columns(schemas, members)
+    number = len(buffers)
+    buffers += (tokens.view(np.uint8).data if len(tokens) else b"", runs, metadata)
     return Delta(
         uid=uid,
         request_id=request.request_id,
@@ -44,38 +47,48 @@ def encode_delta(
         adapter=request.adapter,
         tokens_from=tokens_from,
         items_from=items_from,
-        tokens=add_buffer(tokens.view(np.uint8).data if len(tokens) else b""),
+        tokens=number,
         identifiers=request._identifiers[items_from:],
         modalities=modalities,
         modality_of=[modalities.index(name) for name in names] if len(modalities) > 1 else [],
         offsets=request._offsets[items_from:],
         lengths=lengths,
         run_counts=run_counts,
-        runs=add_buffer(runs),
+        runs=number + 1,
         schemas=schemas,
-        schema_of=schema_of if any(schema_of) else [],
+        schema_of=schema_of,
         columns=columns,
-        metadata=add_buffer(metadata),
+        metadata=number + 2,
     )
 
 
 def _runs(items: Sequence[MultimodalItem]) -> tuple[list[int], bytes]:
     places = [item._placeholder for item in items]
     whole = [place._num_embeds == place._length for place in places]
-    counts = [-1 if all_rows else len(place._runs) for place, all_rows in zip(places, whole)]
-    runs = [run for place, all_rows in zip(places, whole) if not all_rows for run in place._runs]
+    counts = [-1 if all_rows else len(place.runs) for place, all_rows in zip(places, whole)]
+    runs = [run for place, all_rows in zip(places, whole) if not all_rows for run in place.runs]
     return counts, np.asarray(runs, np.int32).tobytes()
 
 
 def _schemas(items: Sequence[MultimodalItem]) -> tuple[list[list[FieldSpec]], list[int], list[list[ItemFields]]]:
-    """The distinct lists of field configs, which of them each item has, and the fields of the items of each."""
+    """The distinct lists of field configs, which of them each item has (empty: all the first), and whose fields."""
     all_fields = [item._fields for item in items]
     have = [fields for fields in all_fields if fields is not None]
-    if have and len(have) == len(items):
+    if not have:
+        return [], [-1] * len(items), []
+    first, count = have[0], len(items)
+    configs, listed = first._configs, first._listed
+    if (
         # Items of one processor call share their configs, which are then equal at a glance.
-        first = have[0]
-        if [fields._configs for fields in have].count(first._configs) == len(have) and len(set(map(_listed, have))) < 2:
-            return [[field_spec(name, first) for name in first._configs]], [0] * len(have), [have]
+        len(have) == count
+        and [fields._configs for fields in have].count(configs) == count
+        and [fields._listed for fields in have].count(listed) == count
+    ):
+        schema = [
+            FieldSpec(name, config.layout, config.dim, config.keep_on_cpu, name in listed, config.batch_size)
+            for name, config in configs.items()
+        ]
+        return [schema], [], [have]
     by_value: dict[tuple[object, ...], int] = {}
     schemas: list[list[FieldSpec]] = []
     members: list[list[ItemFields]] = []
@@ -94,20 +107,13 @@ def _schemas(items: Sequence[MultimodalItem]) -> tuple[list[list[FieldSpec]], li
             members.append([])
         schema_of.append(number)
         members[number].append(fields)
-    return schemas, schema_of, members
+    return schemas, schema_of if any(schema_of) else [], members
 
 
 def field_spec(name: str, fields: ItemFields) -> FieldSpec:
     """The config of a field, for a message."""
     config = fields.config(name)
-    return FieldSpec(
-        name=name,
-        layout=config.layout,
-        dim=config.dim,
-        keep_on_cpu=config.keep_on_cpu,
-        listed=fields.listed(name),
-        batch_size=config.batch_size,
-    )
+    return FieldSpec(name, config.layout, config.dim, config.keep_on_cpu, fields.listed(name), config.batch_size)
 
 
 def _columns(
@@ -118,9 +124,16 @@ def _columns(
     for number, (schema, fields) in enumerate(zip(schemas, members)):
         for position, spec in enumerate(schema):
             if spec.keep_on_cpu:
-                values = [entry._data[spec.name] for entry in fields]
-                columns.append(_column(number, position, spec, values, block))
-    return columns, block.joined()
+                name = spec.name
+                values = [entry._data[name] for entry in fields]
+                packed = None if spec.layout == "shared" else _packed(values, name)
+                if packed is not None:
+                    dtype, shape, raw = packed
+                    columns.append(Column(number, position, (dtype, shape, block.add(raw)), [], []))
+                else:
+                    columns.append(_column(number, position, name, values, block))
+    pieces = block.pieces
+    return columns, pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 class _Block:
@@ -133,55 +146,55 @@ class _Block:
         self.pieces: list[bytes | memoryview] = []
         self.laid_out: dict[int, tuple[list[int], list[Leaf]]] = {}  # values by identity, so that one is written once
 
-    def write(self, leaf: Leaf, tensor: Tensor) -> None:
-        """Write a tensor at its leaf's offset."""
-        raw = bytes_of(tensor)
-        if leaf[2] > self.end:
-            self.pieces.append(bytes(leaf[2] - self.end))
+    def add(self, raw: bytes | memoryview) -> int:
+        """Write bytes at the next multiple of `ALIGNMENT`, and return that."""
+        gap = -self.end % ALIGNMENT
+        if gap:
+            self.pieces.append(bytes(gap))
+        offset = self.end + gap
         self.pieces.append(raw)
-        self.end = leaf[2] + len(raw)
+        self.end = offset + len(raw)
+        return offset
 
     def place(self, value: FieldValue, field: str) -> tuple[list[int], list[Leaf]]:
         """Nest and leaves of a value, written if it is not there."""
         known = self.laid_out.get(id(value))
         if known is None:
             nest, leaves, tensors, _ = flatten(value, field, self.end)
-            for leaf, tensor in zip(leaves, tensors):
-                self.write(leaf, tensor)
+            for tensor in tensors:
+                self.add(bytes_of(tensor))
             known = self.laid_out[id(value)] = nest, leaves
         return known
 
-    def joined(self) -> bytes | memoryview:
-        """All of it."""
-        return self.pieces[0] if len(self.pieces) == 1 else b"".join(self.pieces)
 
-
-def _column(schema: int, position: int, spec: FieldSpec, values: Sequence[FieldValue], block: _Block) -> Column:
-    column = Column(schema=schema, field=position, stacked=None, values=[], refs=[])
-    if spec.layout != "shared":
-        stacked = _stack(values)
-        if stacked is not None:
-            column.stacked, _ = leaf_of(stacked, spec.name, block.end)
-            block.write(column.stacked, stacked)
-            return column
-    # One value that several items share stays one value, so that it counts and joins as one on the other side.
+def _column(schema: int, position: int, field: str, values: Sequence[FieldValue], block: _Block) -> Column:
+    """The distinct values one by one. One that several items share stays one: it counts and joins as one over there."""
+    column = Column(schema, position, None, [], [])
     numbers: dict[int, int] = {}
     for value in values:
         number = numbers.setdefault(id(value), len(column.values))
         if number == len(column.values):
-            column.values.append(block.place(value, spec.name))
+            column.values.append(block.place(value, field))
         column.refs.append(number)
     return column
 
 
-def _stack(values: Sequence[FieldValue]) -> Tensor | None:
-    """All values as one tensor, where they are tensors of one dtype and shape."""
+def _packed(values: Sequence[Any], field: str) -> tuple[str, tuple[int, ...], bytes | memoryview] | None:
+    """Dtype, shape and bytes of all values as one tensor, where they are tensors of one dtype and shape."""
     try:
         if len(set(map(_dtype, values))) > 1:
             return None
-        return torch.stack(values)  # type: ignore[arg-type]
-    except (AttributeError, RuntimeError):
+        first: Tensor = values[0]
+        if first.dtype is torch.int64 and first.dim() == 1 and 0 < first.numel() <= _FEW:
+            # A few whole numbers, as most metadata is: to read them is quicker than to stack tensors of any kind.
+            rows = [value.tolist() for value in values]
+            if set(map(len, rows)) == {len(rows[0])}:
+                return "int64", (len(rows), len(rows[0])), array("q", chain.from_iterable(rows)).tobytes()
+        stacked = torch.stack(values)  # type: ignore[arg-type]
+        (name, shape, _), _ = leaf_of(stacked, field, 0)
+        return name, shape, bytes_of(stacked)
+    except (AttributeError, RuntimeError, TypeError):
         return None  # lists have no dtype; shapes differ, or the layout is not strided
 
 
-_dtype, _listed = attrgetter("dtype"), attrgetter("_listed")
+_dtype = attrgetter("dtype")

@@ -9,7 +9,7 @@ from mmcache.ipc.arena import Arena
 from mmcache.ipc.compose import Composer, StepBody
 from mmcache.ipc.peers import Peer, Sent
 from mmcache.ipc.regions import Region
-from mmcache.ipc.wire import Kind
+from mmcache.ipc.wire import Kind, inline_frame, region_frame
 
 __all__ = ["Links"]
 
@@ -30,21 +30,29 @@ class Links:
         self.messages = self.message_bytes = 0
         self.quarantine: list[tuple[int, list[Region]]] = []
 
-    def send_step(self, peer: Peer, sent: Sent, body: StepBody, composer: Composer) -> None:
-        """Send a step to a worker that has joined, and lend it what it reads."""
-        peer.sequence += 1
-        peer.sent[peer.sequence] = sent
-        sent.told = dict(body.told)
-        sent.regions = composer.lend(body, peer)
-        peer.ended, peer.owed = peer.ended[body.ended :], body.owed
-        self.put(peer, body.frame(Kind.STEP, self.session, peer.epoch, peer.sequence))
+    def send_step(self, composer: Composer, bodies: Sequence[tuple[Peer, StepBody]]) -> None:
+        """Send a step to workers that have joined, and lend them what they read."""
+        composer.lend()
+        frames = []
+        session = self.session
+        for peer, body in bodies:
+            number = peer.sequence = peer.sequence + 1
+            peer.sent[number] = Sent(composer.step, composer.parts, body.told, body.regions)
+            peer.ended, peer.owed = [], body.owed
+            frames.append(
+                region_frame(Kind.STEP, session, peer.epoch, number, body.place)
+                if body.place
+                else inline_frame(Kind.STEP, session, peer.epoch, number, body.parts)
+            )
+        for (peer, _), frame in zip(bodies, frames):
+            self.put(peer, frame)
 
     def put(self, peer: Peer, frame: bytes) -> None:
         """Send a frame; a channel that is broken ends the worker's epoch."""
         if peer.channel is None:
             return
         try:
-            peer.channel.send_bytes(frame)
+            peer.say(frame)
         except (OSError, EOFError):
             self.break_off(peer)
             return

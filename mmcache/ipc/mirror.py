@@ -7,10 +7,10 @@ and becomes a `MultimodalItem` when somebody asks for it.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from operator import add, gt
+from operator import add
 from typing import Any, cast
 
 import numpy as np
@@ -28,6 +28,7 @@ __all__ = ["ItemPayload", "Mirror"]
 
 _Runs = np.ndarray[Any, np.dtype[np.int32]]
 _NOTHING: _Runs = np.empty((0, 2), np.int32)
+_FIRST = (0,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +91,9 @@ class Mirror:
         """Number of items."""
         return len(self.identifiers)
 
-    @property
-    def token_ids(self) -> _Runs:
-        """The tokens: int32 `[num_tokens]`, read-only."""
-        view = self._buffer[: self.num_tokens]
+    def token_ids(self, num_tokens: int) -> _Runs:
+        """The first so many tokens: int32 `[num_tokens]`, read-only."""
+        view = self._buffer[:num_tokens]
         view.flags.writeable = False
         return view
 
@@ -106,16 +106,19 @@ class Mirror:
         tokens = body.buffer(delta.tokens)
         if len(tokens) % 4:
             raise self._error("tokens are int32", found=f"{len(tokens)} bytes")
-        if delta.tokens_from > self.num_tokens or delta.items_from > self.num_items:
+        num_tokens, num_items = self.num_tokens, len(self.identifiers)
+        if delta.tokens_from > num_tokens or delta.items_from > num_items:
             raise self._error(
                 "the message continues what is not here",
-                expected=f"at most ({self.num_tokens}, {self.num_items})",
+                expected=f"at most ({num_tokens}, {num_items})",
                 found=(delta.tokens_from, delta.items_from),
             )
-        total = max(self.num_tokens, delta.tokens_from + len(tokens) // 4)
-        known = self.num_items - delta.items_from
-        runs = self._check_items(delta, body, total, known)
-        stored = self._check_columns(delta, body)
+        total = delta.tokens_from + len(tokens) // 4
+        total = total if total > num_tokens else num_tokens
+        known = num_items - delta.items_from
+        self._check_items(delta, total, known)
+        runs = self._checked_runs(delta, body.buffer(delta.runs))
+        stored = self._check_columns(delta, body.buffer(delta.metadata))
         self._grow(delta.tokens_from, np.frombuffer(tokens, np.int32), total)
         self._append(delta, known, runs, stored)
 
@@ -156,7 +159,7 @@ class Mirror:
         done_tokens, done_items = self._request.num_tokens, len(self._request.items)
         if done_tokens < self.num_tokens or done_items < self.num_items:
             items = [self._item(index) for index in range(done_items, self.num_items)]
-            self._request.extend(self.token_ids[done_tokens:], items)
+            self._request.extend(self._buffer[done_tokens : self.num_tokens], items)
         return self._request
 
     def strip(self, indices: Iterable[int]) -> None:
@@ -217,7 +220,8 @@ class Mirror:
                 if schema not in schemas:
                     schemas.append(schema)
                 numbers[number] = schemas.index(schema)
-            self._plan_schemas = tuple(schemas), self._plan_schemas[1] + tuple(map(numbers.__getitem__, new))
+            more = (*numbers.values(),) * len(new) if len(numbers) == 1 else tuple(map(numbers.__getitem__, new))
+            self._plan_schemas = tuple(schemas), self._plan_schemas[1] + more
         schemas_now, schema_of = self._plan_schemas
         return schemas_now, schema_of if num_items == len(schema_of) else schema_of[:num_items]
 
@@ -226,12 +230,15 @@ class Mirror:
         return MultimodalItem(self._modalities[index], fields, self.placeholder(index), self.identifiers[index])
 
     def _grow(self, start: int, tokens: _Runs, total: int) -> None:
-        if total > len(self._buffer):
-            grown = np.empty(max(total, 2 * len(self._buffer) if self.num_tokens else 0), np.int32)
-            grown[: self.num_tokens] = self._buffer[: self.num_tokens]
-            self._buffer = grown
-        new = tokens[max(self.num_tokens - start, 0) :]
-        self._buffer[total - len(new) : total] = new
+        if not self.num_tokens:
+            self._buffer = tokens.copy()
+        else:
+            if total > len(self._buffer):
+                grown = np.empty(max(total, 2 * len(self._buffer)), np.int32)
+                grown[: self.num_tokens] = self._buffer[: self.num_tokens]
+                self._buffer = grown
+            new = tokens[self.num_tokens - start :]
+            self._buffer[total - len(new) : total] = new
         self.num_tokens = total
 
     def _append(self, delta: Delta, known: int, runs: _Runs, stored: list[StoredColumn]) -> None:
@@ -266,24 +273,26 @@ class Mirror:
             if column.indices:
                 self._stored.append(column)
 
-    def _check_items(self, delta: Delta, body: Body, num_tokens: int, known: int) -> _Runs:
+    def _check_items(self, delta: Delta, num_tokens: int, known: int) -> None:
         count = len(delta.identifiers)
-        zeros = [0] * count
-        modality_of, schema_of = delta.modality_of or zeros, delta.schema_of or zeros
-        counts = [len(c) for c in (modality_of, schema_of, delta.run_counts or zeros, delta.offsets, delta.lengths)]
-        if counts != [count] * 5:
+        optional = (delta.modality_of, delta.schema_of, delta.run_counts)
+        if not len(delta.offsets) == len(delta.lengths) == count or any(one and len(one) != count for one in optional):
+            counts = [len(column) for column in (delta.offsets, delta.lengths, *optional)]
             raise self._error("columns have one entry an item", expected=count, found=counts)
-        if count and max(modality_of) >= len(delta.modalities):
-            raise self._error("an item has a modality of the message", found=max(modality_of))
-        if count and max(schema_of) >= len(delta.schemas):
-            raise self._error("an item has a schema of the message", found=max(schema_of))
+        if not count:
+            return
+        if max(delta.modality_of or _FIRST) >= len(delta.modalities):
+            raise self._error("an item has a modality of the message", found=max(delta.modality_of or _FIRST))
+        if max(delta.schema_of or _FIRST) >= len(delta.schemas):
+            raise self._error("an item has a schema of the message", found=max(delta.schema_of or _FIRST))
         offsets = delta.offsets
-        if count and (max(map(add, offsets, delta.lengths)) > num_tokens or any(map(gt, offsets, offsets[1:]))):
+        if max(map(add, offsets, delta.lengths)) > num_tokens or offsets != sorted(offsets):
             raise self._error("items are sorted and lie within the tokens", expected=f"at most {num_tokens}")
-        if 0 <= known < count and self._offsets and offsets[known] < self._offsets[-1]:
+        if known < count and self._offsets and offsets[known] < self._offsets[-1]:
             raise self._error("items are sorted by offset", found=offsets[known])
-        buffer = body.buffer(delta.runs)
-        total = sum(count for count in delta.run_counts if count > 0)
+
+    def _checked_runs(self, delta: Delta, buffer: memoryview) -> _Runs:
+        total = sum([count for count in delta.run_counts if count > 0])
         if len(buffer) != 8 * total:
             raise self._error("runs are pairs of int32", expected=8 * total, found=len(buffer))
         if not total:
@@ -299,15 +308,14 @@ class Mirror:
                 start += count
         return runs
 
-    def _check_columns(self, delta: Delta, body: Body) -> list[StoredColumn]:
-        block = body.buffer(delta.metadata)
+    def _check_columns(self, delta: Delta, block: memoryview) -> list[StoredColumn]:
         limit = len(block)
-        if delta.schema_of:
-            members: dict[int, list[int]] = {}
-            for index, number in enumerate(delta.schema_of, delta.items_from):
-                members.setdefault(number, []).append(index)
-        else:
-            members = {0: list(range(delta.items_from, delta.items_from + len(delta.identifiers)))}
+        start = delta.items_from
+        members: dict[int, Sequence[int]] = {}
+        if not delta.schema_of:
+            members[0] = range(start, start + len(delta.identifiers))
+        for index, number in enumerate(delta.schema_of, start):
+            members.setdefault(number, []).append(index)  # type: ignore[attr-defined]
         expected = [
             (number, position)
             for number, schema in enumerate(delta.schemas)
@@ -320,7 +328,7 @@ class Mirror:
         unpacked: dict[object, FieldValue] = {}
         stored = []
         for column in delta.columns:
-            indices = members.get(column.schema, [])
+            indices = members.get(column.schema, ())
             if column.stacked is not None:
                 leaf_bytes(column.stacked, limit)
                 count = column.stacked[1][0] if column.stacked[1] else -1
@@ -335,7 +343,7 @@ class Mirror:
                 raise self._error("a column has one value an item", expected=len(indices), found=count)
             if indices:
                 name = delta.schemas[column.schema][column.field].name
-                stored.append(StoredColumn(name, list(indices), column, own, unpacked))
+                stored.append(StoredColumn(name, indices, column, own, unpacked))
         return stored
 
     def _configs_of(self, number: int, modality: str) -> dict[str, FieldConfig]:

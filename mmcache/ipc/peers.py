@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from mmcache.errors import MessageError, MissingContentError
-from mmcache.ipc.channel import Channel, waiter
+from mmcache.ipc.channel import Channel, speaker, waiter
 from mmcache.ipc.regions import Region
 from mmcache.items import MultimodalRequest
 from mmcache.planning import StepPlan
@@ -57,8 +59,7 @@ class WorkerReport:
     error: MessageError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StepPart:
+class StepPart(msgspec.Struct, frozen=True):
     """One request in a step, as it was sent: `uid` is the sender's number of the request."""
 
     request: MultimodalRequest
@@ -66,14 +67,13 @@ class StepPart:
     uid: int
 
 
-@dataclass(slots=True)
-class Sent:
+class Sent(msgspec.Struct):
     """A step on its way to one worker.
 
     Attributes:
         step: the caller's number.
         parts: its requests and plans.
-        told: request to the (tokens, items) that the worker has once it took the message.
+        told: request to the (tokens, items) that the worker has once it took the message; shared with other workers.
         regions: what lies in the arena for it; one reference each, until the worker gives it back.
         finished: whether the worker said that it is done.
         resent: whether what it lacked was sent again.
@@ -81,8 +81,8 @@ class Sent:
 
     step: int
     parts: list[StepPart]
-    told: dict[int, tuple[int, int]] = field(default_factory=dict)
-    regions: list[Region] = field(default_factory=list)
+    told: dict[int, tuple[int, int]] = msgspec.field(default_factory=dict)
+    regions: Sequence[Region] = ()
     finished: bool = False
     resent: bool = False
 
@@ -104,6 +104,10 @@ def never(timeout: float | None) -> bool:
     return False
 
 
+def nobody(message: bytes) -> None:
+    """Say something where there is no channel."""
+
+
 @dataclass(slots=True)
 class Peer:
     """One worker.
@@ -123,6 +127,7 @@ class Peer:
         owed: by ledger, handles to drop that plans named which were not sent.
         news: since the last report.
         poll: whether the channel has a message.
+        say: send a message.
     """
 
     name: str
@@ -140,6 +145,7 @@ class Peer:
     owed: dict[str, tuple[int, ...]] = field(default_factory=dict)
     news: News = field(default_factory=News)
     poll: Callable[[float | None], bool] = never
+    say: Callable[[bytes], None] = nobody
 
     def __post_init__(self) -> None:
         self.connect(self.channel)
@@ -151,12 +157,12 @@ class Peer:
     def connect(self, channel: Channel | None) -> None:
         """Speak over another channel, or none."""
         self.channel = channel
-        self.poll = never if channel is None else waiter(channel)
+        self.poll, self.say = (never, nobody) if channel is None else (waiter(channel), speaker(channel))
 
     def owe(self, plan: StepPlan) -> None:
         """A plan is not sent; what it tells to drop goes with the next one, or it would be held for ever."""
         if plan.drop:
-            self.owed[plan.ledger_id] = self.owed.get(plan.ledger_id, ()) + plan.drop
+            self.owed = {**self.owed, plan.ledger_id: self.owed.get(plan.ledger_id, ()) + plan.drop}
 
     def take_until(self, sequence: int) -> None:
         """The worker acknowledged all messages up to this one."""

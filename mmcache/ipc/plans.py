@@ -52,7 +52,7 @@ def decode_plan(part: Part, mirror: Mirror) -> StepPlan:
     ledger_id, plan_id, epoch, needed_from, lookahead, num_items, first = part.plan
     start, end = part.window
     lies_within = start <= end <= mirror.num_tokens and needed_from <= mirror.num_tokens
-    if not lies_within or not first <= num_items <= mirror.num_items:
+    if not lies_within or not first <= num_items <= len(mirror.identifiers):
         raise MessageError(
             "a plan lies within its request",
             request_id=mirror.request_id,

@@ -112,10 +112,12 @@ class Receiver:
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            self.acknowledge()
-            step = self._advance()
-            if step is not None:
-                return step
+            if self._gone:
+                self.acknowledge()
+            if self._early or self._waiting is not None:
+                step = self._advance()
+                if step is not None:
+                    return step
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not self._wait(left):
                 return None
@@ -123,8 +125,6 @@ class Receiver:
 
     def acknowledge(self) -> None:
         """Give back what no tensor shows any more; `next` does it too."""
-        if not self._gone:
-            return
         changed = False
         while self._gone:
             sequence = self._gone.popleft()
@@ -193,7 +193,8 @@ class Receiver:
 
     def _begin(self, sequence: int, message: Step, body: Body) -> WorkerStep:
         """Take a step's message in; nothing has been taken, and no plan applied, if it raises."""
-        self._over += [self._mirrors.pop(uid) for uid in message.ended if uid in self._mirrors]
+        if message.ended:
+            self._over += [self._mirrors.pop(uid) for uid in message.ended if uid in self._mirrors]
         for delta in message.deltas:
             mirror = self._mirrors.get(delta.uid) or Mirror(delta)
             mirror.extend(delta, body)

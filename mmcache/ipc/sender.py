@@ -122,35 +122,35 @@ class Sender:
             (All before anything is sent or noted.)
         """
         peers = self._named(workers)
-        parts = check_pairs(parts)
-        held: list[list[Held]] = []
-        numbered: list[StepPart] = []
+        pairs = check_pairs(parts)
         new: dict[str, tuple[MultimodalRequest, int]] = {}
-        composer = Composer(self.arena, self._steps + 1, numbered, held)
+        composer = Composer(self.arena, self._steps + 1)
         try:
-            for request, plan in parts:
+            for request, plan in pairs:
                 check_plan(request, plan)
-                own, missing = self._hold(request, needed_payload(plan))
-                held.append(own)
+                part = StepPart(request, plan, self._uid_of(request, new))
+                if not plan.items:
+                    composer.add(part)
+                    continue
+                held, missing = self._hold(request, needed_payload(plan))
+                composer.add(part, held)
                 if missing:
                     raise missing_content(request, missing)
-                numbered.append(StepPart(request, plan, self._uid_of(request, new)))
-            bodies = [composer.body(peer) if peer.epoch else None for peer in peers]
-            if not any(bodies):
+            bodies = [(peer, composer.body(peer)) for peer in peers if peer.epoch]
+            if not bodies:
                 composer.body(Peer("", None))  # nobody has joined: what cannot travel is still refused now
         except BaseException:
             composer.close()
             for peer in peers:
-                for _, plan in parts:
+                for _, plan in pairs:
                     peer.owe(plan)
             raise
         self._steps += 1
         self._note(new)
-        for peer, body in zip(peers, bodies):
-            if body is None:
-                peer.waiting.append(Sent(self._steps, numbered))
-            else:
-                self._links.send_step(peer, Sent(self._steps, numbered), body, composer)
+        for peer in peers:
+            if not peer.epoch:
+                peer.waiting.append(Sent(self._steps, composer.parts))
+        self._links.send_step(composer, bodies)
         composer.close()
         return self._steps
 
@@ -214,9 +214,7 @@ class Sender:
         """Tell the workers now which requests are over, without a step. For schedulers that fall idle."""
         for peer in self._peers.values():
             if peer.epoch and peer.ended:
-                composer = Composer(self.arena, 0, [], [])
-                self._links.send_step(peer, Sent(0, []), composer.body(peer), composer)
-                composer.close()
+                self._send_alone(peer, Composer(self.arena, 0))
 
     def stats(self) -> SenderStats:
         """The counters."""
@@ -254,19 +252,20 @@ class Sender:
 
     def _note(self, new: dict[str, tuple[MultimodalRequest, int]]) -> None:
         for request_id, known in new.items():
-            # Another request under a known name: what workers know of the old one says nothing about this one.
-            self.finish(request_id)
+            if request_id in self._requests:
+                # Another request under a known name: what workers know of the old one says nothing about this one.
+                self.finish(request_id)
             self._requests[request_id] = known
         self._next_uid += len(new)
 
     def _forget(self, uid: int) -> None:
-        for peer in self._peers.values():
-            told = uid in peer.known or any(uid in sent.told for sent in peer.sent.values())
+        peers = self._peers.values()
+        told = [p for p in peers if uid in p.known or any(uid in sent.told for sent in p.sent.values())]
+        for peer in told:
             peer.known.pop(uid, None)
             for sent in peer.sent.values():
                 sent.told.pop(uid, None)
-            if told:
-                peer.ended.append(uid)
+            peer.ended.append(uid)
 
     def _lives(self, part: StepPart) -> bool:
         known = self._requests.get(part.request.request_id)
@@ -304,24 +303,25 @@ class Sender:
 
     def _send_again(self, peer: Peer, sent: Sent) -> None:
         """A step that was under way when the worker's last epoch ended, as far as its requests still live."""
-        parts, held = [], []
+        composer = Composer(self.arena, sent.step)
         for part in sent.parts:
             if not self._lives(part):
                 peer.owe(part.plan)
                 continue
-            own, missing = self._hold(part.request, needed_payload(part.plan))
+            held, missing = self._hold(part.request, needed_payload(part.plan))
             if missing:
-                give_back(self.arena, own)
+                give_back(self.arena, held)
                 self._note_lost(peer, part, missing, missing)
                 peer.owe(part.plan)
-                continue
-            parts.append(part)
-            held.append(own)
-        if not parts:
+            else:
+                composer.add(part, held)
+        if composer.parts:
+            self._send_alone(peer, composer)
+        else:
             peer.news.finished.append(sent.step)
-            return
-        composer = Composer(self.arena, sent.step, parts, held)
-        self._links.send_step(peer, Sent(sent.step, parts), composer.body(peer), composer)
+
+    def _send_alone(self, peer: Peer, composer: Composer) -> None:
+        self._links.send_step(composer, [(peer, composer.body(peer))])
         composer.close()
 
     def _report(self, peer: Peer, report: Report) -> None:
@@ -360,7 +360,7 @@ class Sender:
                 continue
             payloads.append((number, [one.describe(self.arena, peer.attached, buffers) for one in held]))
             if peer.attached:
-                sent.regions += [region for one in held for region in one.regions]
+                sent.regions = [*sent.regions, *(region for one in held for region in one.regions)]
             else:
                 give_back(self.arena, held)
         sent.resent = True

@@ -71,7 +71,7 @@ class WorkerPart:
     @property
     def token_ids(self) -> Any:
         """The request's tokens as they were when the step was sent: int32 `[num_tokens]`, read-only."""
-        return self._mirror.token_ids[: self._num_tokens]
+        return self._mirror.token_ids(self._num_tokens)
 
     @property
     def request(self) -> MultimodalRequest:

@@ -38,6 +38,7 @@ __all__ = [
 ALIGNMENT = 64
 MAX_DEPTH = 16
 MAX_DIMS = 64
+_SMALL = 4096
 _MAX_ELEMENTS = 1 << 48  # of an empty tensor, were its empty dimensions not empty; strides have to fit 64 bits
 
 Leaf: TypeAlias = tuple[str, tuple[int, ...], int]
@@ -142,7 +143,7 @@ def leaf_bytes(leaf: Leaf, limit: int) -> int:
     """
     name, shape, offset = leaf
     size = _SIZES.get(name)
-    if size is None or len(shape) > MAX_DIMS or any(extent < 0 for extent in shape):
+    if size is None or len(shape) > MAX_DIMS or min(shape, default=0) < 0:
         raise MessageError("a tensor's description is impossible", found=f"{name[:32]!r} {shape[:8]}")
     nbytes = math.prod(shape) * size
     if not nbytes and math.prod(extent or 1 for extent in shape) > _MAX_ELEMENTS:
@@ -155,7 +156,7 @@ def leaf_bytes(leaf: Leaf, limit: int) -> int:
 
 
 def bytes_of(tensor: Tensor) -> bytes | memoryview:
-    """A tensor's elements in order, without a copy where they lie so in CPU memory."""
+    """A tensor's elements in order, without a copy where they are many and lie so in CPU memory."""
     if not tensor.numel():
         return b""
     try:
@@ -167,7 +168,9 @@ def bytes_of(tensor: Tensor) -> bytes | memoryview:
         if flat.stride(0) != 1:  # one element may have any stride, and a view of bytes needs a stride of 1
             flat = flat.clone(memory_format=torch.contiguous_format)
         array = flat.view(torch.uint8).numpy()
-    return array.reshape(-1).view(np.uint8).data if array.flags.c_contiguous else array.tobytes()
+    if array.nbytes < _SMALL or not array.flags.c_contiguous:
+        return array.tobytes()
+    return array.reshape(-1).view(np.uint8).data
 
 
 def write_tensor(address: int, tensor: Tensor) -> None:

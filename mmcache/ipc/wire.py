@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
+
+import msgspec
 
 from mmcache.errors import MessageError
 
@@ -26,6 +27,7 @@ __all__ = [
     "inline_frame",
     "parse_body",
     "parse_frame",
+    "place_of",
     "region_frame",
 ]
 
@@ -54,8 +56,7 @@ class Kind(IntEnum):
 _KINDS = {int(kind): kind for kind in Kind}
 
 
-@dataclass(slots=True)
-class Frame:
+class Frame(msgspec.Struct, frozen=True, gc=False):
     """A parsed frame; either `body` or `region` is set.
 
     Attributes:
@@ -75,12 +76,11 @@ class Frame:
     region: tuple[int, int, int] | None
 
 
-@dataclass(slots=True)
-class Body:
+class Body(msgspec.Struct, frozen=True, gc=False):
     """A parsed body: header bytes, and the buffers that the header refers to by number."""
 
     header: memoryview
-    buffers: tuple[memoryview, ...]
+    buffers: list[memoryview]
 
     def buffer(self, index: int) -> memoryview:
         """A buffer by its number.
@@ -99,9 +99,10 @@ def body_parts(header: bytes, buffers: Sequence[bytes | memoryview] = ()) -> lis
     start = struct.pack(f"<II{len(lengths)}Q", len(header), len(lengths), *lengths) + header
     parts: list[bytes | memoryview] = [start + _PADDING[-len(start) % 8]]
     for buffer, length in zip(buffers, lengths):
-        parts.append(buffer)
-        if length % 8:
-            parts.append(_PADDING[-length % 8])
+        if length:
+            parts.append(buffer)
+            if length % 8:
+                parts.append(_PADDING[-length % 8])
     return parts
 
 
@@ -110,9 +111,14 @@ def inline_frame(kind: Kind, session: int, epoch: int, sequence: int, parts: Seq
     return b"".join([_PREFIX.pack(_MAGIC, kind, 0, session, epoch, sequence), *parts])
 
 
-def region_frame(kind: Kind, session: int, epoch: int, sequence: int, region: tuple[int, int, int]) -> bytes:
+def place_of(offset: int, nbytes: int, serial: int) -> bytes:
+    """Where in the arena a body lies, for frames."""
+    return _REGION.pack(offset, nbytes, serial)
+
+
+def region_frame(kind: Kind, session: int, epoch: int, sequence: int, place: bytes) -> bytes:
     """A frame whose body lies in the arena."""
-    return _PREFIX.pack(_MAGIC, kind, 1, session, epoch, sequence) + _REGION.pack(*region)
+    return _PREFIX.pack(_MAGIC, kind, 1, session, epoch, sequence) + place
 
 
 def parse_frame(data: bytes | memoryview) -> Frame:
@@ -121,8 +127,9 @@ def parse_frame(data: bytes | memoryview) -> Frame:
     Raises:
         MessageError: it is no frame of this version.
     """
-    if len(data) < _PREFIX.size:
-        raise MessageError("this is no message of mmcache", found=f"{len(data)} bytes")
+    length = len(data)
+    if length < _PREFIX.size:
+        raise MessageError("this is no message of mmcache", found=f"{length} bytes")
     magic, number, place, session, epoch, sequence = _PREFIX.unpack_from(data)
     if magic != _MAGIC:
         if magic[:3] != _MAGIC[:3]:
@@ -133,12 +140,11 @@ def parse_frame(data: bytes | memoryview) -> Frame:
         raise MessageError("the message is of an unknown kind", found=(number, place))
     if epoch > MAX_EPOCH:
         raise MessageError("an epoch is a possible one", expected=f"at most {MAX_EPOCH}", found=epoch)
-    rest = memoryview(data)[_PREFIX.size :]
     if not place:
-        return Frame(kind, session, epoch, sequence, rest, None)
-    if len(rest) != _REGION.size:
-        raise MessageError("a place in the arena has three numbers", expected=_REGION.size, found=len(rest))
-    return Frame(kind, session, epoch, sequence, None, _REGION.unpack(rest))
+        return Frame(kind, session, epoch, sequence, memoryview(data)[_PREFIX.size :], None)
+    if length != _PREFIX.size + _REGION.size:
+        raise MessageError("a place in the arena has three numbers", expected=_REGION.size, found=length - _PREFIX.size)
+    return Frame(kind, session, epoch, sequence, None, _REGION.unpack_from(data, _PREFIX.size))
 
 
 def parse_body(data: memoryview) -> Body:
@@ -162,4 +168,4 @@ def parse_body(data: memoryview) -> Body:
         position += -(-length // 8) * 8
     if position != len(data):
         raise MessageError("a body's buffers fill it", expected=f"{position} bytes", found=f"{len(data)}")
-    return Body(header, tuple(buffers))
+    return Body(header, buffers)
