@@ -84,13 +84,15 @@ def merge_quickly(inputs: Any, embeddings: Any, mask: Any) -> bool:
                 if elements >= _LONG_RUN and _convert(inputs, flags, rows, elements > _FEW_ELEMENTS):
                     return True
                 rows = rows.to(dtype)
-        if not rows.is_contiguous() or (slots == 1 and _count(flags) != 1):  # NumPy would repeat it
+        if not rows.is_contiguous():
             return False
-        source, step = rows.data_ptr(), columns * rows.element_size()
-        if not source or (source < target + total * nbytes and target < source + slots * step):
+        source, step, end = rows.data_ptr(), columns * rows.element_size(), target + total * nbytes
+        if not source or (source < end and target < source + slots * step) or target - total < marked < end:
             return False
         if scatter is None:
-            row = record(nbytes)
+            row, flags = record(nbytes), flags.copy()  # NumPy reads what it counted again
+            if slots == 1 and _count(flags) != 1:  # and would repeat one row
+                return False
             _array((total,), row, memory_at(target))[flags] = _array((slots,), row, memory_at(source))
         elif not scatter(target, nbytes, marked, total, source, step, slots, nbytes, slots * nbytes >= PAST_CACHE):
             return False
@@ -110,6 +112,7 @@ def _together(sources: Any) -> Any:
 
 def _convert(inputs: Tensor, flags: Flags, rows: Tensor, many: bool) -> bool:
     """Convert rows straight into the one run that they go to, or, if they are `many`, into whatever runs there are."""
+    flags = flags.copy()  # others may write to the mask
     slots, first = rows.shape[0], int(flags.argmax())
     if _count(flags) != slots or overlap(rows, inputs):
         return False

@@ -74,20 +74,22 @@ def is_followed(tensor: Tensor) -> bool:
 
 
 def flags_of(mask: Tensor) -> Flags:
-    """A boolean tensor on the CPU as a one-dimensional array, over the same memory if it is contiguous."""
+    """A boolean tensor on the CPU as a one-dimensional, contiguous array of its own.
+
+    What becomes of the mask after it was checked, by another thread or because it lies in what is written, is nothing
+    to the merge.
+    """
     address = mask.data_ptr() if type(mask) is Tensor and mask.is_contiguous() else 0
     if address:
-        memory = memory_at(address)
-        memory.tensor = mask
-        return np.ndarray((mask.numel(),), FLAG, memory)
-    return mask.numpy(force=True).reshape(-1)
+        return np.ndarray((mask.numel(),), FLAG, memory_at(address)).copy()
+    return mask.numpy(force=True).flatten()
 
 
 def put(places: Records, flags: Flags | EllipsisType, rows: Records, past: bool) -> None:
     """`places[flags] = rows`, for as many rows as there are True flags, or places for `...`.
 
     Args:
-        places, flags: the destination.
+        places, flags: the destination; the flags are contiguous and nobody else's.
         rows: of its dtype; or of float32, for bfloat16, where `native.scatter_rounded` is there.
         past: past the processor's cache, if the compiled part is there.
     """
@@ -99,7 +101,8 @@ def put(places: Records, flags: Flags | EllipsisType, rows: Records, past: bool)
     marks = np.ones(len(places), np.bool_) if flags is ... else flags
     (to_step,), (step,) = places.strides, rows.strides
     to, start = places.ctypes.data, rows.ctypes.data
-    scatter(to, to_step, marks.ctypes.data, len(marks), start, step, len(rows), places.itemsize, past)
+    if not scatter(to, to_step, marks.ctypes.data, len(marks), start, step, len(rows), places.itemsize, past):
+        raise ValueError(f"{len(rows)} rows for {np.count_nonzero(marks)} places")
 
 
 def can_be_put(source: torch.dtype, target: torch.dtype) -> bool:
