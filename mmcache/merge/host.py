@@ -136,7 +136,8 @@ def _converter(dtype: torch.dtype) -> Callable[[Tensor], Records]:
             buffer = view = torch.empty(count, width, dtype=dtype)
         elif count != view.shape[0]:
             view = buffer[:count]
-        records = records_of(view.copy_(rows))
+        view.copy_(rows)  # which returns what rows of a class of their own make of it
+        records = records_of(view)
         assert records is not None
         return records
 
