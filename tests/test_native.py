@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
+from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -145,6 +150,38 @@ def test_what_is_no_address_is_refused(arguments: tuple[int, ...], error: type[E
     call: Callable[..., None] = native.copy
     with pytest.raises(error):
         call(*arguments)
+
+
+def test_no_bytes_are_copied_from_nowhere_to_nowhere() -> None:
+    native.copy(0, 0, 0)
+
+
+CHECKED = "-O3 -shared -fPIC -Wall -Wextra -Wconversion -Wsign-conversion -Wshadow -Werror".split()
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no compiler")
+@pytest.mark.parametrize("target", [[], ["-U__SSE2__"]], ids=["this processor", "any processor"])
+def test_the_source_compiles_without_a_warning_also_for_other_processors(target: list[str], tmp_path: Path) -> None:
+    source = Path(native.__file__).with_name("_rows.c")
+    headers, built = sysconfig.get_path("include"), tmp_path / f"_rows{EXTENSION_SUFFIXES[0]}"
+    if not source.exists() or not Path(headers, "Python.h").exists():
+        pytest.skip("no source, or no headers of Python")
+    subprocess.run(["cc", *CHECKED, *target, "-isystem", headers, source, "-o", built], check=True)
+    spec = spec_from_file_location("_rows", built)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert not (target and module.ROUNDS)
+    copied, start = np.zeros(LARGE, np.uint8), memory(LARGE)
+    module.copy(copied.ctypes.data, start.ctypes.data, LARGE)
+    assert np.array_equal(copied, start)
+    flags = np.arange(1000) % 3 != 1
+    for past in (False, True):
+        inputs, rows = np.zeros((1000, 5000), np.uint8), memory(667 * 5000).reshape(667, 5000)
+        assert scattered(module.scatter, inputs, flags, rows, 5000, past)
+        assert np.array_equal(inputs[flags], rows)
+        assert not inputs[~flags].any()
 
 
 WITHOUT = """

@@ -20,7 +20,7 @@
 #else
 #define STREAMS 0
 #endif
-#if defined(__x86_64__) && defined(__GNUC__)
+#if STREAMS && defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
 #define ROUNDS 1
 #define AVX2 __attribute__((target("avx2")))
@@ -42,11 +42,14 @@
 /* Fills `nbytes` at `to`, past the cache if so asked. */
 typedef void (*Move)(char *to, const char *from, int64_t nbytes, int past);
 
+#if STREAMS
+/* Bytes from an address to the next beginning of a line. */
 static int64_t
 before_line(const char *to)
 {
-    return -(intptr_t)to & (LINE - 1);
+    return (int64_t)((0 - (uintptr_t)to) & (LINE - 1));
 }
+#endif
 
 /* Non-temporal stores are ordered with nothing: whoever is told that all is written must find it. */
 static void
@@ -63,7 +66,7 @@ copy_bytes(char *to, const char *from, int64_t nbytes, int past)
 #if STREAMS
     if (past && nbytes >= LONG_RUN) {
         int64_t head = before_line(to);
-        memcpy(to, from, head);
+        memcpy(to, from, (size_t)head);
         to += head, from += head, nbytes -= head;
         for (; nbytes >= LINE; to += LINE, from += LINE, nbytes -= LINE) {
             _mm_prefetch(from + 16 * LINE, _MM_HINT_NTA);
@@ -80,7 +83,7 @@ copy_bytes(char *to, const char *from, int64_t nbytes, int past)
 #else
     (void)past;
 #endif
-    memcpy(to, from, nbytes);
+    memcpy(to, from, (size_t)nbytes);
 }
 
 #if ROUNDS
@@ -116,7 +119,7 @@ round_sixteen(const char *from)
 AVX2 static void
 round_bytes(char *to, const char *from, int64_t nbytes, int past)
 {
-    if (past && nbytes >= LONG_RUN && !((intptr_t)to & 1)) {
+    if (past && nbytes >= LONG_RUN && !((uintptr_t)to & 1)) {
         for (; before_line(to); to += 2, from += 4, nbytes -= 2)
             round_one(to, from);
         for (; nbytes >= LINE; to += LINE, from += 2 * LINE, nbytes -= LINE) {
@@ -218,14 +221,24 @@ integers(PyObject *const *arguments, Py_ssize_t found, int count, int64_t *value
     return 1;
 }
 
+/* An integer as an address: pointers are narrower than it on some machines. */
+static char *
+address(int64_t value)
+{
+    return (char *)(intptr_t)value;
+}
+
 static PyObject *
 rows_copy(PyObject *module, PyObject *const *arguments, Py_ssize_t found)
 {
+    (void)module;
     int64_t value[3];
     if (!integers(arguments, found, 3, value))
         return NULL;
+    if (value[2] <= 0)
+        Py_RETURN_NONE;
     PyThreadState *thread = value[2] >= WORTH_A_THREAD ? PyEval_SaveThread() : NULL;
-    copy_bytes((char *)value[0], (const char *)value[1], value[2], value[2] >= LARGE);
+    copy_bytes(address(value[0]), address(value[1]), value[2], value[2] >= LARGE);
     finish_stores();
     if (thread)
         PyEval_RestoreThread(thread);
@@ -238,7 +251,7 @@ scatter_with(PyObject *const *arguments, Py_ssize_t found, Move move, int wideni
     int64_t value[9];
     if (!integers(arguments, found, 9, value))
         return NULL;
-    Scatter job = {(char *)value[0], value[1], (const uint8_t *)value[2], value[3], (const char *)value[4],
+    Scatter job = {address(value[0]), value[1], (const uint8_t *)address(value[2]), value[3], address(value[4]),
                    value[5], value[6], value[7], value[8]};
     if (count_marks(job.marks, job.total) != job.rows)
         Py_RETURN_FALSE;
@@ -252,6 +265,7 @@ scatter_with(PyObject *const *arguments, Py_ssize_t found, Move move, int wideni
 static PyObject *
 rows_scatter(PyObject *module, PyObject *const *arguments, Py_ssize_t found)
 {
+    (void)module;
     return scatter_with(arguments, found, copy_bytes, 1);
 }
 
@@ -259,6 +273,7 @@ rows_scatter(PyObject *module, PyObject *const *arguments, Py_ssize_t found)
 static PyObject *
 rows_scatter_rounded(PyObject *module, PyObject *const *arguments, Py_ssize_t found)
 {
+    (void)module;
     return scatter_with(arguments, found, round_bytes, 2);
 }
 #endif
