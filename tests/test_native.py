@@ -156,7 +156,7 @@ def test_no_bytes_are_copied_from_nowhere_to_nowhere() -> None:
     native.copy(0, 0, 0)
 
 
-CHECKED = "-O3 -shared -fPIC -Wall -Wextra -Wconversion -Wsign-conversion -Wshadow -Werror".split()
+CHECKED = ["-O3", "-shared", "-fPIC", "-Wall", "-Wextra", "-Wconversion", "-Wsign-conversion", "-Wshadow", "-Werror"]
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no compiler")
