@@ -16,11 +16,12 @@ TokenIds: TypeAlias = "Sequence[int] | np.ndarray[Any, Any] | Tensor | memoryvie
 Int32Array: TypeAlias = "np.ndarray[Any, np.dtype[np.int32]]"
 
 _INT32 = np.iinfo(np.int32)
+_DTYPE = np.dtype(np.int32)  # compared with a type, a dtype makes one of it each time
 
 
 def as_tokens(token_ids: TokenIds, request_id: str) -> Int32Array:
     """The ids as one int32 array; a view of an int32 buffer, a conversion of anything else that holds integers."""
-    if type(token_ids) is np.ndarray and token_ids.dtype == np.int32 and token_ids.ndim == 1:
+    if type(token_ids) is np.ndarray and token_ids.dtype == _DTYPE and token_ids.ndim == 1:
         return token_ids
     if isinstance(token_ids, Tensor):
         if token_ids.is_floating_point() and token_ids.dim() >= 2:

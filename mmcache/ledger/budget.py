@@ -85,7 +85,8 @@ class Budget:
             self.drops.append(entry)
         else:
             entry.ranked = True
-            self.policy.add(entry.handle, entry.nbytes, 1.0 if entry.cost is None else entry.cost, entry.content)
+            cost = 1.0 if entry.cost is None else entry.cost
+            self.policy.add(entry.handle, entry.nbytes, cost, (*entry.scope.key, entry.identifier))  # `content`
 
     def unrank(self, entry: Entry) -> None:
         """A ready entry that is pinned can no longer be found: when its pins go it is dropped, not evicted."""
@@ -103,7 +104,8 @@ class Budget:
 
     def remove(self, entry: Entry, cause: str) -> None:
         """Drop a ready entry that nobody pins."""
-        self.unrank(entry)
+        if entry.ranked:
+            self.unrank(entry)
         self.evictions[cause] += 1
         if entry.scope.get(entry.identifier) is entry:
             del entry.scope[entry.identifier]
@@ -146,7 +148,9 @@ class Budget:
         if not isinstance(handle, int):
             # By the invariant an unpinned entry exists; to search on would spin for ever inside the lock.
             raise MMCacheError("the eviction policy has no victim although entries are unpinned: please report this")
-        self.remove(self.entries[handle], "room")
+        entry = self.entries[handle]
+        entry.ranked = False  # the policy gave it up on its own
+        self.remove(entry, "room")
 
     def _serve_uncached(self, entry: Entry, reason: str) -> None:
         entry.cached = False

@@ -85,14 +85,19 @@ def check_report(table: EntryTable, ticket: Ticket, sizes: Mapping[int, int]) ->
 
     The rows may be in the stores: they are dropped with the entry, whatever becomes of it.
     """
-    owned = {index: entry for index in sizes if (entry := ticket.entries.get(index)) and entry.owner is ticket}
-    row_bytes = dict(table.row_bytes)
-    for index, entry in owned.items():
+    learned: dict[str, int] = {}
+    for index, nbytes in sizes.items():
+        entry = ticket.entries.get(index)
+        if entry is None or entry.owner is not ticket:
+            continue
         entry.written = True
-        nbytes, rows = sizes[index], entry.num_rows
+        rows = entry.num_rows
         expected = nbytes // rows * rows
         if not entry.detached:
-            expected = row_bytes.setdefault(entry.modality, nbytes // rows) * rows
+            row_bytes = table.row_bytes.get(entry.modality)
+            if row_bytes is None:
+                row_bytes = learned.setdefault(entry.modality, nbytes // rows)
+            expected = row_bytes * rows
         if nbytes != expected or nbytes <= 0:
             raise EmbeddingError(
                 f"rows of modality {entry.modality!r} have another width than before or than configured",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 from mmcache.items import MultimodalRequest
 from mmcache.ledger.budget import Budget
-from mmcache.ledger.checks import check_books, check_capacity, check_report, check_shrink, check_sizes
+from mmcache.ledger.checks import check_books, check_capacity, check_report, check_seconds, check_shrink, check_sizes
 from mmcache.ledger.loads import TierLoads
 from mmcache.ledger.records import Entry, PinnedMatch, Session, Ticket
 from mmcache.ledger.sessions import Sessions, id_of
@@ -18,7 +18,7 @@ from mmcache.ledger.table import EntryTable
 from mmcache.ledger.tally import Tally, stats_of
 from mmcache.ledger.waiting import WaitingLine, Waits, news_of, wake
 from mmcache.ledger.workers import Step, Workers
-from mmcache.planning import Progress, StepPlan, check_window, needed_items
+from mmcache.planning import Progress, StepPlan, check_length, check_window, needed_items
 from mmcache.policies import EvictionPolicy, as_policy
 from mmcache.stats import CacheStats
 
@@ -224,12 +224,17 @@ class EncoderLedger:
             EmbeddingError: items that the plan does not need, sizes that rows of their number and modality do not have,
                 or a time that is none; nothing has changed then.
         """
-        ticket = self._workers.ticket(step)
-        sizes = check_sizes(step, sizes, seconds, ticket.request.request_id)
+        if type(step) is Ticket:  # of this process, and sizes of what it calls missing
+            ticket = step
+            check_seconds(seconds, ticket.request.request_id)
+        else:
+            ticket = self._workers.ticket(step)
+            sizes = check_sizes(step, sizes, seconds, ticket.request.request_id)
         with self._lock:
             check_report(self._table, ticket, sizes)
             self._table.settle(ticket, sizes, seconds)
-        self._wake()
+        if self._woken:
+            self._wake()
 
     # -- ends of steps -------------------------------------------------------------------------------------------------
 
@@ -277,7 +282,7 @@ class EncoderLedger:
         Raises:
             WindowError: more tokens than the request has, or fewer than none.
         """
-        num_tokens = check_window(request, num_tokens)[0]
+        num_tokens = check_length(request, num_tokens)
         with self._lock:
             self._sessions.commit(request, num_tokens)
         return num_tokens
@@ -289,15 +294,19 @@ class EncoderLedger:
             The lookups that were still open.
         """
         request_id = id_of(request)
+        open_tickets: list[Ticket] = []
         with self._lock:
-            self._line.withdraw(request_id)
+            if self._line.positions:
+                self._line.withdraw(request_id)
             session = self._sessions.pop(request_id, None)
-            open_tickets = [] if session is None else list(session.tickets)
-            for ticket in open_tickets:
-                self._close(ticket)
-            if session is not None and session.held:
-                self._sessions.unpin(session, list(session.held))
-        self._wake()
+            if session is not None:
+                for ticket in session.tickets:
+                    open_tickets.append(ticket)
+                    self._close(ticket)
+                if session.held:
+                    self._sessions.unpin(session, list(session.held))
+        if self._woken:
+            self._wake()
         return open_tickets
 
     def announce(self, request: MultimodalRequest, num_computed_tokens: int = 0) -> Sequence[int]:
@@ -315,7 +324,7 @@ class EncoderLedger:
         Raises:
             WindowError: `num_computed_tokens` lies outside the request's tokens.
         """
-        num_computed_tokens = check_window(request, num_computed_tokens)[0]
+        num_computed_tokens = check_length(request, num_computed_tokens)
         _, _, needed = needed_items(request, num_computed_tokens, request.num_tokens)
         contents = list(dict.fromkeys(self._table.content_of(request, request._identifiers[i]) for i in needed))
         with self._lock:

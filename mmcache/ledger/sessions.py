@@ -11,6 +11,8 @@ from mmcache.ledger.records import Entry, Session, Ticket
 
 __all__ = ["Sessions", "id_of"]
 
+_NOT_HELD = object()
+
 
 def id_of(request: MultimodalRequest | str) -> str:
     """The id of a request that is named by itself or by its id.
@@ -61,10 +63,13 @@ class Sessions(dict[str, Session]):
 
     def let_go(self, session: Session) -> None:
         """Unpin what the request needs no longer, but for what an open lookup of it has."""
-        entries = list(session.passed)
-        if session.tickets:
-            in_use = session.in_use()
-            entries = [entry for entry in entries if entry not in in_use]
+        if not session.tickets:
+            passed, held = session.passed, session.held
+            session.passed = {}
+            self._budget.unpin([entry for entry in passed if held.pop(entry, _NOT_HELD) is None])
+            return
+        in_use = session.in_use()
+        entries = [entry for entry in session.passed if entry not in in_use]
         if entries:
             self.unpin(session, entries)
 

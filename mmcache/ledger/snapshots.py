@@ -64,7 +64,7 @@ def _rows(ticket: Ticket, encoded: Container[Entry] = ()) -> list[Row]:
         if entry is None
         else (
             index,
-            ItemStatus.MISSING if entry in encoded else ticket.status_of(entry),
+            ItemStatus.MISSING if encoded and entry in encoded else ticket.status_of(entry),
             entry.handle,
             entry.nbytes,
         )

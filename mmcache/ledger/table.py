@@ -71,15 +71,18 @@ class EntryTable:
         if scope is None:
             scope = self.scope_of(request)
         identifiers, num_rows, given = request._identifiers, request._num_rows, request._embeds_given
-        items = request.items
+        items, budget = request.items, self.budget
         hits: list[Entry] = []
         absent: list[int] = []
         for index in needed:
             entry = scope.get(identifiers[index])
             if entry is None and not given:
                 # Room that is free is taken at once; where some has to be made, all that is ready is pinned first.
-                entries[index] = entry = self._reserve_free(ticket, scope, index)
-                if entry is None:
+                nbytes = num_rows[index] * self.row_bytes.get(items[index]._modality, 0)
+                if 0 < nbytes <= budget.capacity - budget.used:
+                    entries[index] = self.reserve(ticket, scope, index)
+                else:
+                    entries[index] = None
                     absent.append(index)
             elif given and index in given:
                 entries[index] = None
@@ -99,31 +102,13 @@ class EntryTable:
                 entries[index] = None
                 absent.append(index)
         if hits:
-            self.budget.pin(hits)
+            budget.pin(hits)
             ticket.pinned = hits
         for index in absent:
-            entries[index] = self._obtain(ticket, scope, index)
-
-    def _reserve_free(self, ticket: Ticket, scope: Scope, index: int) -> Entry | None:
-        """What `reserve` does, if nothing has to go for it."""
-        request, budget = ticket.request, self.budget
-        rows, modality = request._num_rows[index], request.items[index]._modality
-        nbytes = rows * self.row_bytes.get(modality, 0)
-        if nbytes > budget.capacity - budget.used or not nbytes:
-            return None
-        identifier = request._identifiers[index]
-        self._next_handle = handle = self._next_handle + 1
-        entry = Entry(handle, scope, identifier, modality, rows, ticket, self._clock())
-        entry.sized = True
-        entry.nbytes = nbytes
-        budget.used += nbytes
-        budget.fixed += nbytes
-        scope[identifier] = budget.entries[handle] = entry
-        if ticket.unsettled is None:
-            ticket.unsettled = [entry]
-        else:
-            ticket.unsettled.append(entry)
-        return entry
+            if identifiers[index] in scope:
+                entries[index] = self._obtain(ticket, scope, index)
+            else:
+                entries[index] = self.reserve(ticket, scope, index)
 
     def _obtain(self, ticket: Ticket, scope: Scope, index: int) -> Entry:
         """An entry for one item: what is ready, the lookup's own, somebody else's, or a new one."""
@@ -142,12 +127,11 @@ class EntryTable:
     def reserve(self, ticket: Ticket, scope: Scope, index: int, *, listed: bool = True) -> Entry:
         """Make the lookup the owner of a new entry; one that is not listed is for this lookup alone."""
         request = ticket.request
-        identifier, rows, modality = (
-            request._identifiers[index],
-            request._num_rows[index],
-            request.items[index].modality,
-        )
-        entry = self.entry(scope, identifier, modality, rows, ticket)
+        identifier, rows = request._identifiers[index], request._num_rows[index]
+        modality = request.items[index]._modality
+        self._next_handle = handle = self._next_handle + 1  # as `entry`: every new item passes here
+        entry = Entry(handle, scope, identifier, modality, rows, ticket, self._clock())
+        self.budget.entries[handle] = entry
         if listed:
             scope[identifier] = entry
             row_bytes = self.row_bytes.get(modality)
@@ -156,7 +140,10 @@ class EntryTable:
         else:
             entry.detached = entry.sized = True
             entry.cached = False
-        ticket.unsettle(entry)
+        if ticket.unsettled is None:
+            ticket.unsettled = [entry]
+        else:
+            ticket.unsettled.append(entry)
         return entry
 
     def entry(self, scope: Scope, identifier: str, modality: str, rows: int, owner: Ticket | None) -> Entry:
@@ -220,10 +207,13 @@ class EntryTable:
         """The rows are in the store: whoever owned the entry or waited for it has it now."""
         self._freeze(entry)
         loaded = entry.owner is None
-        # What the encoder makes is the measure of a row's width, not what lies in a tier.
-        self.size(entry, nbytes, may_evict=False, learn=not loaded)
-        users = entry.waiters if entry.owner is None else (entry.owner, *entry.waiters)
-        waiters, entry.owner, entry.waiters, entry.state, entry.cost = entry.waiters, None, (), READY, cost
+        if entry.sized and entry.modality in self.row_bytes:
+            entry.written = True
+        else:  # what the encoder makes is the measure of a row's width, not what lies in a tier
+            self.size(entry, nbytes, may_evict=False, learn=not loaded)
+        waiters = entry.waiters
+        users = waiters if entry.owner is None else (entry.owner, *waiters)
+        entry.owner, entry.waiters, entry.state, entry.cost = None, (), READY, cost
         self.counts["loads" if loaded else "encodes"] += 1
         self.counts["joins"] += len(waiters)
         if entry.cached:
@@ -231,7 +221,7 @@ class EntryTable:
                 if entry not in user.session.held:
                     user.session.held[entry] = None
                     entry.pins += 1
-                    user.pinned = [*(user.pinned or ()), entry]
+                    user.pinned = [entry] if user.pinned is None else [*user.pinned, entry]
             if not entry.pins:
                 self.budget.settle(entry)
         else:
@@ -248,18 +238,19 @@ class EntryTable:
         for entry in ticket.unsettled or ():
             if entry.owner is ticket and not entry.waiters:
                 self.budget.forget(entry)
-            else:
+            elif entry.state is RESERVED or not entry.cached:
                 self.leave(ticket, entry)
         ticket.unsettled = None
 
     def settle(self, ticket: Ticket, sizes: Mapping[int, int], seconds: float | None) -> None:
         """The rows of what the lookup still owns of these items are in the store."""
-        entries = {index: ticket.entries.get(index) for index in sizes}
-        total = sum(entry.num_rows for entry in entries.values() if entry is not None) or 1
-        for index, entry in entries.items():
-            if entry is not None and entry.owner is ticket and entry.state is RESERVED:
-                self.publish(entry, sizes[index], None if seconds is None else seconds * entry.num_rows / total)
-                ticket.encoded = {*(ticket.encoded or ()), entry}
+        entries = ticket.entries
+        reported = [(entry, nbytes) for index, nbytes in sizes.items() if (entry := entries.get(index)) is not None]
+        total = sum([entry.num_rows for entry, _ in reported]) or 1
+        for entry, nbytes in reported:
+            if entry.owner is ticket and entry.state is RESERVED:
+                self.publish(entry, nbytes, None if seconds is None else seconds * entry.num_rows / total)
+                ticket.encoded = {entry} if ticket.encoded is None else {*ticket.encoded, entry}
 
     def leave(self, ticket: Ticket, entry: Entry) -> None:
         """The lookup ends, or no longer needs the entry: give up what it owns, waits for, or uses uncached."""
@@ -368,9 +359,10 @@ class EntryTable:
 
     def _freeze(self, entry: Entry) -> None:
         """Statuses of these lookups are about to change, and their plans are snapshots of what was decided."""
-        for ticket in (entry.owner, *entry.waiters):
-            if ticket is not None:
-                self._keep(ticket)
+        if entry.owner is not None:
+            self._keep(entry.owner)
+        for ticket in entry.waiters:
+            self._keep(ticket)
 
     def _keep(self, ticket: Ticket) -> None:
         if ticket.plan is None and ticket.decided is None and not ticket.released:

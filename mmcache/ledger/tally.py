@@ -52,7 +52,8 @@ class Tally:
             items[1] += later - first
             sums[1] += until[later] - until[first]
             return
-        if unsettled and later - first == 1 and not encoded and unsettled[0].owner is ticket:
+        one = later - first == 1 and unsettled  # the next turn's: encoded, or given up
+        if one and (entries[first] in encoded if encoded else one[0].owner is ticket):
             items[3] += 1
             sums[3] += until[later] - until[first]
             return

@@ -155,12 +155,14 @@ class GdsfPolicy:
             raise ConfigError(
                 "an entry has a finite cost and a size", expected="cost >= 0, nbytes >= 0", found=(cost, nbytes)
             )
-        self.remove(key)
+        if old is not None:
+            self.remove(key)
         if len(self._records) + len(self._heap) + len(self._returned) > self._room:
             self._compact()
         # Costs of 1e9 and sizes of one byte, used a thousand million times, stay far from the largest float.
         record = Record(key, nbytes, min(cost, 1e12), content, 1 if old is None else old.uses)
-        self._records.pop(key, None)
+        if old is not None:
+            self._records.pop(key, None)
         self._records[key] = record
         return record
 

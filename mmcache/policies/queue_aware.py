@@ -109,7 +109,8 @@ class QueueAwarePolicy(GdsfPolicy):
         ghosts, often = self._ghosts, record.uses > 1
         self._often += often - ghosts.pop(record.content, False)
         ghosts[record.content] = often
-        while len(ghosts) >= max(2, self._held):
+        room = max(2, self._held)
+        while len(ghosts) >= room:
             self._often -= ghosts.popitem(last=False)[1]
 
     def _latest(self) -> Hashable | None:

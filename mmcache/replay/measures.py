@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from operator import add
 from typing import Any
 
 __all__ = ["REASONS", "Latencies", "Simulation", "TimeSeries", "TurnMeans"]
@@ -73,10 +74,7 @@ class TimeSeries:
             place = int(time / self.span)
         while place >= len(self.buckets):
             self.buckets.append([0] * self._width)
-        bucket = self.buckets[place]
-        for i, value in enumerate(values):
-            if value:
-                bucket[i] += value
+        self.buckets[place] = list(map(add, self.buckets[place], values))
 
     def totals(self) -> list[int]:
         """Sums over all time."""

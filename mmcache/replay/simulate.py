@@ -11,6 +11,7 @@ import time as clock
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable
 from heapq import heappop, heappush
+from typing import Any, TypeVar
 
 from mmcache.items import MultimodalItem, MultimodalRequest
 from mmcache.ledger import EncoderLedger, Entry, Ticket
@@ -24,6 +25,9 @@ from mmcache.replay.workload import KEPT_BYTES, Conversations, Serial, Turn
 __all__ = ["simulate"]
 
 MODALITIES = ("image", "video", "audio")
+_MISSING, _IN_FLIGHT = ItemStatus.MISSING, ItemStatus.IN_FLIGHT
+_NOTHING = (0, 0.0)
+_Subject = TypeVar("_Subject")
 _FIRST_OUTPUT = (1 << 30) + (1 << 20)  # tokens that the model makes are no tokens of a prompt
 
 
@@ -40,7 +44,7 @@ def simulate(turns: Iterable[Turn], engine: EngineModel) -> Simulation:
 class _Running:
     """A request from its arrival to its end."""
 
-    __slots__ = ("arrived", "match", "moved", "pending", "request", "ticket", "turn")
+    __slots__ = ("arrived", "encoding", "match", "moved", "own", "pending", "request", "ticket", "turn")
 
     def __init__(self, turn: Turn, request: MultimodalRequest, arrived: float) -> None:
         self.turn = turn
@@ -48,8 +52,10 @@ class _Running:
         self.arrived = arrived
         self.pending = 0  # entries whose rows it waits for, its own included
         self.moved = 0
+        self.encoding = 0.0  # seconds that the encoder takes for what it encodes
         self.match: PrefixMatch | None = None
         self.ticket: Ticket
+        self.own: dict[Entry, int]  # what it encodes, and the item of each
 
 
 class _Tier:
@@ -99,11 +105,11 @@ class _Simulator:
         self._tiers = [_Tier(model) for model in engine.tiers]
         self._conversations = Conversations()
         self._output = Serial(_FIRST_OUTPUT)
-        self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
+        self._events: list[tuple[float, int, Callable[[Any], None], object]] = []
         self._ties = 0
         self._slots = engine.slots
         self._waiting: deque[_Running] = deque()
-        self._busy: dict[str, deque[tuple[Turn, float]]] = {}  # turns that wait for the turn before them
+        self._busy: dict[str, list[tuple[Turn, float]] | None] = {}  # turns that wait for the turn before them
         self._held = 0
         self._awaited: dict[Entry, list[_Running]] = {}
         self._device_free = 0.0
@@ -112,19 +118,20 @@ class _Simulator:
 
     def run(self) -> Simulation:
         started = clock.perf_counter()
+        events, waiting, queue, saturate = self._events, self._waiting, self._engine.queue, self._engine.saturate
         upcoming = next(self._turns, None)
-        while upcoming is not None or self._events:
-            if upcoming is not None and len(self._waiting) + self._held < self._engine.queue:
+        while upcoming is not None or events:
+            if upcoming is not None and len(waiting) + self._held < queue:
                 due = upcoming.time
-                if due is None or self._engine.saturate:
+                if due is None or saturate:
                     due = self._now
-                if not self._events or due <= self._events[0][0]:
+                if not events or due <= events[0][0]:
                     self._now = max(self._now, due)
                     self._arrive(upcoming, due)
                     upcoming = next(self._turns, None)
                     continue
-            self._now, _, call, arguments = heappop(self._events)
-            call(*arguments)
+            self._now, _, call, subject = heappop(events)
+            call(subject)
         sums = self._sums
         stats = self._ledger.stats()
         sums.evictions = dict(stats.evictions)
@@ -133,21 +140,24 @@ class _Simulator:
         sums.wall_seconds = clock.perf_counter() - started
         return sums
 
-    def _at(self, time: float, call: Callable[..., None], *arguments: object) -> None:
-        self._ties += 1
-        heappush(self._events, (time, self._ties, call, arguments))
+    def _at(self, time: float, call: Callable[[_Subject], None], subject: _Subject) -> None:
+        self._ties = tie = self._ties + 1
+        heappush(self._events, (time, tie, call, subject))
 
     # -- the way of a request ------------------------------------------------------------------------------------------
 
     def _arrive(self, turn: Turn, arrived: float) -> None:
         if self._begin is None:
             self._begin = arrived
-        before = self._busy.get(turn.conversation)
-        if before is not None:
-            before.append((turn, arrived))
+        busy, conversation = self._busy, turn.conversation
+        if conversation in busy:
+            behind = busy[conversation]
+            if behind is None:
+                behind = busy[conversation] = []
+            behind.append((turn, arrived))
             self._held += 1
             return
-        self._busy[turn.conversation] = deque()
+        busy[conversation] = None
         run = _Running(turn, self._conversations.request(turn), arrived)
         if self._slots and not self._waiting:
             self._start(run)
@@ -166,42 +176,32 @@ class _Simulator:
         if self._prefix is not None:
             run.match = self._prefix.match(request)
             start = run.match.num_tokens
-        ticket = run.ticket = self._ledger.open(request, start, length, start, 0, run.match)
-        self._count(run, start)
-        mine: list[int] = []
+        ledger, now = self._ledger, self._now
+        ticket = run.ticket = ledger.open(request, start, length, start, 0, run.match)
+        own = run.own = self._count(run, start)
         if ticket.unsettled:
-            missing = ticket.with_status(ItemStatus.MISSING)
-            mine = [index for index in missing if not (self._tiers and self._load(run, index))]
+            if self._tiers:
+                own = run.own = {entry: index for entry, index in own.items() if not self._load(run, entry, index)}
             for entry in ticket.unsettled:
-                if entry.owner is not ticket and entry.handle in self._ledger.budget.entries:
-                    self._await(run, entry)
-            for own in (ticket.entries[index] for index in mine):
-                if own is not None:
-                    self._await(run, own)
-        if self._ledger.budget.drops:
-            self._ledger.take_drops()
-        used = self._ledger.budget.used
-        if used > self._sums.most_used_bytes:
-            self._sums.most_used_bytes = used
-        if mine:
-            rows = [request.items[index].placeholder.num_embeds for index in mine]
-            encoding = sum(map(self._costs.encode, rows))
-            self._sums.encodes += len(mine)
+                if entry.handle in ledger.budget.entries:
+                    run.pending += 1
+                    self._awaited.setdefault(entry, []).append(run)
+        if ledger.budget.drops:
+            ledger.take_drops()
+        if ledger.budget.used > self._sums.most_used_bytes:
+            self._sums.most_used_bytes = ledger.budget.used
+        if own:
+            run.encoding = encoding = sum([self._costs.encode(entry.num_rows) for entry in own])
+            self._sums.encodes += len(own)
             self._sums.encode_seconds += encoding
-            self._device_free = max(self._now, self._device_free) + run.moved / self._costs.link + encoding
-            sizes = {index: number * self._engine.row_bytes for index, number in zip(mine, rows)}
-            self._at(self._device_free, self._encoded, run, sizes, encoding)
+            self._device_free = max(now, self._device_free) + run.moved / self._costs.link + encoding
+            self._at(self._device_free, self._encoded, run)
         if not run.pending:
             self._ready(run)
 
-    def _await(self, run: _Running, entry: Entry) -> None:
-        run.pending += 1
-        self._awaited.setdefault(entry, []).append(run)
-
-    def _load(self, run: _Running, index: int) -> bool:
+    def _load(self, run: _Running, entry: Entry, index: int) -> bool:
         """Have the fastest tier that has it load what the request would encode."""
-        entry = run.ticket.entries[index]
-        if entry is None or entry.detached:
+        if entry.detached:
             return False
         for tier in self._tiers:
             if tier.has(entry.content) and self._ledger.loads.delegate(run.ticket, entry):
@@ -210,19 +210,19 @@ class _Simulator:
                 self._sums.loaded(tier.model.name, self._costs.encode(entry.num_rows), payload)
                 self._sums.series.add(self._now - (self._begin or 0.0), (-payload, 0, payload, 0, 0))
                 nbytes = entry.num_rows * self._engine.row_bytes
-                self._at(tier.read(entry.content, self._now), self._loaded, entry, nbytes)
+                self._at(tier.read(entry.content, self._now), self._loaded, (entry, nbytes))
                 return True
         return False
 
-    def _encoded(self, run: _Running, sizes: dict[int, int], seconds: float) -> None:
-        ticket = run.ticket
-        self._ledger.settle(ticket, sizes, seconds)
-        for index, nbytes in sizes.items():
-            entry = ticket.entries[index]
-            if entry is not None:
-                self._arrived(entry, nbytes)
+    def _encoded(self, run: _Running) -> None:
+        row_bytes = self._engine.row_bytes
+        sizes = {index: entry.num_rows * row_bytes for entry, index in run.own.items()}
+        self._ledger.settle(run.ticket, sizes, run.encoding)
+        for entry in run.own:
+            self._arrived(entry, entry.num_rows * row_bytes)
 
-    def _loaded(self, entry: Entry, nbytes: int) -> None:
+    def _loaded(self, load: tuple[Entry, int]) -> None:
+        entry, nbytes = load
         self._ledger.loads.loaded(entry, nbytes)
         self._arrived(entry, nbytes)
 
@@ -266,48 +266,47 @@ class _Simulator:
         if self._ledger.budget.drops:
             self._ledger.take_drops()
         self._slots += 1
-        later = self._busy[turn.conversation]
-        del self._busy[turn.conversation]
+        later = self._busy.pop(turn.conversation)
         while self._slots and self._waiting:
             self._start(self._waiting.popleft())
         if later:
             self._held -= len(later)
-            following, arrived = later.popleft()
+            (following, arrived), *others = later
             # It could not come before the answer to which it is the reply.
             self._arrive(following, max(arrived, self._now))
-            for other, when in later:
+            for other, when in others:
                 self._arrive(other, when)
 
     # -- counting ------------------------------------------------------------------------------------------------------
 
-    def _count(self, run: _Running, start: int) -> None:
+    def _count(self, run: _Running, start: int) -> dict[Entry, int]:
+        """Count what becomes of the items; those that the request is to encode, each content with its first item."""
         sums, ticket, request, turn = self._sums, run.ticket, run.request, run.turn
         sums.requests += 1
         sums.tokens += request.num_tokens
         sums.prefix_tokens += start
-        counts, costs, items = sums.items, self._costs, request.items
-        needed = ticket.entries
+        counts, costs, items, needed = sums.items, self._costs, request.items, ticket.entries
         counts["covered"] += ticket.num_items - len(needed)
         moved = stored = joined = 0
-        seen: set[Entry] = set()
+        own: dict[Entry, int] = {}
         for index, entry in needed.items():
             payload = _payload(items[index])
             status = ticket.status_of(entry)
             if entry is not None:
                 sums.needed_seconds += costs.encode(entry.num_rows)
                 # A content goes once, with its first item.
-                if status is ItemStatus.MISSING and entry not in seen:
-                    seen.add(entry)
+                if status is _MISSING and entry not in own:
+                    own[entry] = index
                     counts["missing"] += 1
                     moved += payload
                     continue
-            if status is ItemStatus.IN_FLIGHT:
+            if status is _IN_FLIGHT:
                 counts["in_flight"] += 1
                 joined += payload
             else:
                 counts["stored"] += 1
                 stored += payload
-        payloads, seconds = self._open.pop(turn.conversation, (0, 0.0)) if turn.follows else (0, 0.0)
+        payloads, seconds = self._open.pop(turn.conversation, _NOTHING) if turn.follows else _NOTHING
         for _, clip in turn.clips:
             payloads += clip.payload_bytes
             seconds += costs.encode(clip.rows)
@@ -317,7 +316,9 @@ class _Simulator:
         run.moved = moved
         values = (moved, payloads - moved - stored - joined, stored, joined, KEPT_BYTES * ticket.num_items)
         sums.series.add(self._now - (self._begin or 0.0), values)
+        return own
 
 
 def _payload(item: MultimodalItem) -> int:
-    return 0 if item.fields is None else item.fields.payload_bytes
+    fields = item.fields
+    return 0 if fields is None else fields.payload_bytes

@@ -32,13 +32,14 @@ PAYLOAD_BYTES_PER_ROW = 4 * 1176 * 4
 KEPT_BYTES = 24
 """Metadata of each clip: one grid of three int64."""
 
+_INT32 = np.dtype(np.int32)
 _LAST_TOKEN = 2**31 - 1
 _AHEAD = 1 << 14
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # not frozen, as `Turn`
 class Clip:
-    """An image, video or audio clip.
+    """An image, video or audio clip. Not to be changed.
 
     Attributes:
         identifier: equal for equal content.
@@ -86,33 +87,39 @@ class Serial:
     def __init__(self, first: int = 0) -> None:
         self._next = first
         self._ahead = np.empty(0, np.int32)  # made in one piece: one array for each call would take ten times as long
+        self._taken = 0  # of these
 
     def __call__(self, count: int) -> Int32Array:
         """The next ids, int32 `[count]`, read-only."""
-        if len(self._ahead) < count:
+        first = self._taken
+        last = first + count
+        if last > len(self._ahead):
             made = max(count, _AHEAD)
             if self._next + made > _LAST_TOKEN:
                 self._next = 0
             self._ahead = np.arange(self._next, self._next + made, dtype=np.int32)
             self._ahead.flags.writeable = False
             self._next += made
-        taken, self._ahead = self._ahead[:count], self._ahead[count:]
-        return taken
+            first, last = 0, count
+        self._taken = last
+        return self._ahead[first:last]
 
 
 def tokens_from(*parts: Int32Array | Clip) -> tuple[Int32Array, tuple[tuple[int, Clip], ...]]:
     """Text and clips in a row as (token ids, clips with offsets). A clip's own tokens are zeros."""
-    lengths = [part.rows if type(part) is Clip else len(part) for part in parts]  # type: ignore[arg-type]
-    tokens = np.zeros(sum(lengths), np.int32)
-    clips = []
-    offset = 0
-    for part, length in zip(parts, lengths):
-        end = offset + length
-        if type(part) is Clip:
-            clips.append((offset, part))
+    clips: list[tuple[int, Clip]] = []
+    texts: list[tuple[int, Int32Array]] = []
+    length = 0
+    for part in parts:
+        if isinstance(part, Clip):
+            clips.append((length, part))
+            length += part.rows
         else:
-            tokens[offset:end] = part  # type: ignore[assignment]
-        offset = end
+            texts.append((length, part))
+            length += len(part)
+    tokens = np.zeros(length, _INT32)
+    for offset, text in texts:
+        tokens[offset : offset + len(text)] = text
     return tokens, tuple(clips)
 
 
