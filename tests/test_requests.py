@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from builders import image_fields, images, request, rows_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mmcache import (
     CacheConfig,
@@ -299,3 +301,65 @@ def test_a_value_in_the_place_of_one_that_is_gone_is_not_taken_for_it() -> None:
         req.extend([1] * 4, [sharing(4 * turn, f"{turn}", torch.full((10,), float(turn)))])
     with MultimodalCache(CacheConfig(capacity_bytes=1 << 20)).lookup(req, num_computed_tokens=0) as lookup:
         assert lookup.bytes.total == 30 * (12 + 40)
+
+
+def parts(kinds: list[str]) -> list[MultimodalItem]:
+    """Items of these kinds, each within eight tokens of its own; all that are "again" are one content."""
+    value = torch.arange(10.0)
+    made: list[MultimodalItem] = []
+    for n, kind in enumerate(kinds):
+        fields = image_fields(1)[0]
+        place = PlaceholderRange(8 * n + 1, 4)
+        if kind == "bare":
+            made.append(MultimodalItem("image", None, place, f"{n}"))
+        elif kind == "again":
+            made.append(MultimodalItem("image", fields, place, "again"))
+        elif kind == "gaps":
+            made.append(MultimodalItem("image", fields, PlaceholderRange(8 * n + 1, 4, [1, 0, 0, 1]), f"{n}"))
+        elif kind == "nested":
+            outer = PlaceholderRange(8 * n, 8, [1, 0, 0, 0, 0, 0, 0, 1])
+            made.append(MultimodalItem("video", None, outer, f"{n} outer"))
+            made.append(MultimodalItem("image", fields, PlaceholderRange(8 * n + 2, 3), f"{n}"))
+        elif kind == "rowless":
+            made.append(MultimodalItem("image", fields, PlaceholderRange(8 * n + 1, 4, [False] * 4), f"{n}"))
+        elif kind == "given":
+            made.append(MultimodalItem("image", None, place, f"{n}", embeds=torch.zeros(4, 2)))
+        elif kind == "shared":
+            made.append(sharing(8 * n + 1, f"{n}", value))
+        else:
+            made.append(MultimodalItem("image", fields, place, f"{n}"))
+    return made
+
+
+def seen(req: MultimodalRequest) -> list[Any]:
+    """What lookups of a request say, from each token on, and what it still pins once these tokens are committed."""
+    found: list[Any] = [req.items, req.metadata("image_grid_thw")]
+    cache = MultimodalCache(CacheConfig(capacity_bytes=1 << 20, row_bytes={"image": 8, "video": 8}, prefix_blocks=0))
+    for start in range(req.num_tokens + 1):
+        with cache.lookup(req, num_computed_tokens=start) as lookup:
+            statuses = [lookup.status(i) for i in range(len(req.items))]
+            found.append((statuses, lookup.missing, lookup.bytes))
+    with cache.lookup(req, num_computed_tokens=0) as lookup:
+        cache.insert(lookup, {i: torch.zeros(req.items[i].placeholder.num_embeds, 2) for i in lookup.missing})
+    for committed in range(req.num_tokens + 1):
+        cache.commit(req, committed)
+        found.append(cache.stats().pinned_bytes)
+    return found
+
+
+KINDS = st.sampled_from(["plain", "bare", "again", "gaps", "nested", "rowless", "given", "shared"])
+
+
+@given(st.lists(KINDS, max_size=6), st.lists(st.integers(1, 3), max_size=8))
+@settings(max_examples=40, deadline=None)
+def test_a_request_is_the_same_however_its_items_came(kinds: list[str], steps: list[int]) -> None:
+    items = parts(kinds)
+    tokens = list(range(8 * len(kinds) + 2))
+    whole = MultimodalRequest("r", tokens, items)
+    grown = MultimodalRequest("r", tokens)
+    rest = list(items)
+    for step in steps:
+        grown.extend([], rest[:step])
+        del rest[:step]
+    grown.extend([], rest)
+    assert seen(grown) == seen(whole)

@@ -24,9 +24,21 @@ class ItemFields(Mapping[str, FieldValue]):
         payload_bytes: bytes of the fields that go to the device when the item is encoded, shared ones left out.
         kept_bytes: bytes of the `keep_on_cpu` fields, shared ones left out.
         shared: (name, bytes, keep_on_cpu) of each shared field.
+        embeds: embeddings that the client gave, as processors name them: the field `image_embeds` (`video_embeds`, ...
+            by modality); None where there is none.
     """
 
-    __slots__ = ("_configs", "_data", "_listed", "_shared", "kept_bytes", "modality", "payload_bytes", "shared")
+    __slots__ = (
+        "_configs",
+        "_data",
+        "_listed",
+        "_shared",
+        "embeds",
+        "kept_bytes",
+        "modality",
+        "payload_bytes",
+        "shared",
+    )
 
     def __init__(
         self, data: Mapping[str, Any], configs: Mapping[str, FieldConfig], *, listed: frozenset[str] = frozenset()
@@ -73,6 +85,7 @@ class ItemFields(Mapping[str, FieldValue]):
         self.payload_bytes = payload
         self.kept_bytes = kept
         self.shared = tuple(shared)
+        self.embeds = self._data.get(f"{modality}_embeds")
 
     def __getitem__(self, name: str) -> FieldValue:
         return self._data[name]

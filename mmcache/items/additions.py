@@ -47,7 +47,7 @@ def read_items(request: MultimodalRequest, items: Sequence[MultimodalItem], num_
     Raises:
         RequestError, PlaceholderError: for the first item that does not fit.
     """
-    first_of, max_end = request._first_of, request._max_end
+    first, first_of, max_end = len(request.items), request._first_of, request._max_end
     reach = request._reach[-1] if request._reach else 0
     payload, kept = request._payload_until[-1], request._kept_until[-1]
     fresh: dict[str, int] = {}
@@ -56,23 +56,20 @@ def read_items(request: MultimodalRequest, items: Sequence[MultimodalItem], num_
     given = []
     rows = []
     plain = True  # new contents, each behind the one before: what most conversations send
-    for index, item in enumerate(items, len(request.items)):
+    for index, item in enumerate(items, first):
         if type(item) is not MultimodalItem and not isinstance(item, MultimodalItem):
             raise RequestError(
                 "items are MultimodalItems", request_id=request.request_id, item=index, found=type(item).__name__
             )
         offset, end, first_row, end_row, num_rows = item._placeholder._places
         identifier, fields = item._identifier, item._fields
-        if offset < max_end or end > num_tokens or identifier in first_of or identifier in fresh:
+        if offset < max_end:
             plain = False
-            max_end = end if end > max_end else max_end
-            if identifier not in first_of:
-                fresh.setdefault(identifier, index)
-        else:
+        if end > max_end:
             max_end = end
-            fresh[identifier] = index
         if end_row > reach:
             reach = end_row
+        fresh[identifier] = index
         if fields is not None:
             payload += fields.payload_bytes
             kept += fields.kept_bytes
@@ -83,8 +80,10 @@ def read_items(request: MultimodalRequest, items: Sequence[MultimodalItem], num_
         if item._embeds is not None:
             given.append(index)
         rows.append((identifier, offset, num_rows, first_row, end_row, reach, payload, kept))
-    if not plain:
+    # Once for all of them, what would cost more in the loop.
+    if not plain or max_end > num_tokens or len(fresh) < len(rows) or not first_of.keys().isdisjoint(fresh.keys()):
         check_items(request, items, num_tokens)
+        fresh = {row[0]: index for index, row in reversed([*enumerate(rows, first)]) if row[0] not in first_of}
     return Additions(rows, max_end, fresh, given, homes, shared)
 
 

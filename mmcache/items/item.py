@@ -42,18 +42,19 @@ class MultimodalItem:
             RequestError: an argument has the wrong type, or fields of another modality.
             EmbeddingError: `embeds` is not a floating-point `[placeholder.num_embeds, width]`.
         """
-        if not (
-            type(placeholder) is PlaceholderRange
-            and type(identifier) is str
-            and identifier
-            and type(modality) is str
-            and modality
+        if (
+            type(placeholder) is not PlaceholderRange
+            or type(identifier) is not str
+            or type(modality) is not str
+            or not identifier
+            or not modality
         ):
             _check_kinds(modality, placeholder, identifier)
-        if fields is not None and (type(fields) is not ItemFields or fields.modality != modality):
-            _check_fields(fields, modality)
-        if embeds is None and fields is not None and (name := modality + "_embeds") in fields:
-            embeds = fields[name]  # type: ignore[assignment]  # checked below
+        if fields is not None:
+            if type(fields) is not ItemFields or fields.modality != modality:
+                _check_fields(fields, modality)
+            if embeds is None:
+                embeds = fields.embeds  # type: ignore[assignment]  # checked below
         if embeds is not None:
             embeds = _checked_embeds(embeds, placeholder)
         self._modality = modality

@@ -40,7 +40,7 @@ class PlaceholderRange:
         end = offset + length
         # What a request asks of all its ranges at once: offset, end, first row, end of the rows (0 without rows), rows.
         self._places = offset, end, offset, end if length else 0, length
-        self._runs: tuple[tuple[int, int], ...] = ((0, length),) if length else ()
+        self._runs: tuple[tuple[int, int], ...] | None = None  # of a mask; None where every position receives a row
         if is_embed is not None:
             mask = _as_mask(is_embed, length)
             if not mask.all():
@@ -75,6 +75,8 @@ class PlaceholderRange:
     @property
     def runs(self) -> tuple[tuple[int, int], ...]:
         """(start, length) of each run of embedding positions, relative to `offset`, in order."""
+        if self._runs is None:
+            return ((0, self._length),) if self._length else ()
         return self._runs
 
     @property
@@ -90,7 +92,7 @@ class PlaceholderRange:
     @property
     def is_embed(self) -> Tensor | None:
         """The mask as a CPU tensor bool `[length]`, or None where every position receives a row."""
-        return torch.from_numpy(_mask_of(self._runs, self._length)) if self._num_embeds < self._length else None
+        return None if self._runs is None else torch.from_numpy(_mask_of(self._runs, self._length))
 
     def embed_rows(self, start: int, end: int) -> tuple[int, int]:
         """The half-open range of embedding rows at the offsets `[start, end)` within this range.
@@ -107,9 +109,9 @@ class PlaceholderRange:
                 expected=f"0 <= start <= end <= {self._length}",
                 found=(start, end),
             )
-        if self._num_embeds == self._length:
+        if self._runs is None:
             return start, end
-        return self._rows_until(start), self._rows_until(end)
+        return self._rows_until(start, self._runs), self._rows_until(end, self._runs)
 
     def next_row(self, position: int) -> int | None:
         """Position in the request of the first embedding row at or after `position`, or None if there is none."""
@@ -119,25 +121,25 @@ class PlaceholderRange:
         if position <= first_row:
             return first_row
         runs = self._runs
-        if len(runs) == 1:
+        if runs is None or len(runs) == 1:
             return position
         within = position - self._offset
         run = bisect_right(self._starts, within) - 1
         start, length = runs[run]
         return position if within < start + length else self._offset + runs[run + 1][0]
 
-    def _rows_until(self, offset: int) -> int:
+    def _rows_until(self, offset: int, runs: tuple[tuple[int, int], ...]) -> int:
         run = bisect_right(self._starts, offset) - 1
         if run < 0:
             return 0
-        start, length = self._runs[run]
+        start, length = runs[run]
         return self._rows_before[run] + min(offset - start, length)
 
     def common_row(self, other: PlaceholderRange) -> int | None:
         """The first position of the request at which both ranges have an embedding row. Linear in their runs."""
         if self.first_row >= other.end_row or other.first_row >= self.end_row:
             return None
-        runs, other_runs = self._runs, other._runs
+        runs, other_runs = self.runs, other.runs
         i = j = 0
         while i < len(runs) and j < len(other_runs):
             start, other_start = self._offset + runs[i][0], other._offset + other_runs[j][0]
@@ -159,8 +161,7 @@ class PlaceholderRange:
         return hash((self._offset, self._length, self._runs))
 
     def __repr__(self) -> str:
-        whole = self._num_embeds == self._length
-        masked = "" if whole else f", num_embeds={self._num_embeds} in {len(self._runs)} runs"
+        masked = "" if self._runs is None else f", num_embeds={self._num_embeds} in {len(self._runs)} runs"
         return f"PlaceholderRange({self._offset}, {self._length}{masked})"
 
 

@@ -20,6 +20,8 @@ from mmcache.items.tokens import Int32Array, TokenIds, as_tokens
 
 __all__ = ["MultimodalRequest", "Schema"]
 
+_NO_TOKENS: Int32Array = np.empty(0, np.int32)
+
 Schema: TypeAlias = tuple[tuple[str, bool], ...]  # (field, keep_on_cpu) of each field of an item
 
 
@@ -82,15 +84,16 @@ class MultimodalRequest:
         """
         if not isinstance(request_id, str) or not request_id:
             raise RequestError("a request id is a non-empty string", found=repr(request_id))
-        for name, value in (("cache_salt", cache_salt), ("adapter", adapter)):
-            if value is not None and not isinstance(value, str):
-                raise RequestError(f"{name} is a string or None", request_id=request_id, found=repr(value))
+        if not (cache_salt is None is adapter):
+            for name, value in (("cache_salt", cache_salt), ("adapter", adapter)):
+                if value is not None and not isinstance(value, str):
+                    raise RequestError(f"{name} is a string or None", request_id=request_id, found=repr(value))
         self.request_id = request_id
         self.cache_salt = cache_salt
         self.adapter = adapter
         self.items: list[MultimodalItem] = []
         self.num_tokens = 0
-        self._buffer: Int32Array = np.empty(0, np.int32)
+        self._buffer: Int32Array = _NO_TOKENS
         # What a plan needs of the items before some point, so that it need not look at them:
         self._identifiers: list[str] = []
         self._offsets: list[int] = []
@@ -137,7 +140,8 @@ class MultimodalRequest:
                     "items are a sequence of MultimodalItems", request_id=self.request_id, found=type(items).__name__
                 ) from None
         total = self.num_tokens + len(new)
-        added = read_items(self, items, total) if items else None
+        one = items[0] if len(items) == 1 and self._just_follows(items[0], total) else None
+        added = read_items(self, items, total) if items and one is None else None
         if not self.num_tokens:
             self._buffer = new.copy()
         else:
@@ -148,7 +152,9 @@ class MultimodalRequest:
                 self._buffer = grown
             self._buffer[self.num_tokens : total] = new
         self.num_tokens = total
-        if added is not None:
+        if one is not None:
+            self._append_one(one)
+        elif added is not None:
             self._append(items, added)
 
     def metadata(self, field: str) -> list[Tensor]:
@@ -196,6 +202,32 @@ class MultimodalRequest:
     def __repr__(self) -> str:
         return f"MultimodalRequest({self.request_id!r}, {self.num_tokens} tokens, {len(self.items)} items)"
 
+    def _just_follows(self, item: MultimodalItem, num_tokens: int) -> bool:
+        """Whether an item is behind the others, of a content of its own, and has rows that an encoder makes."""
+        if type(item) is not MultimodalItem or item._embeds is not None or item._identifier in self._first_of:
+            return False
+        offset, end, _, end_row, _ = item._placeholder._places
+        fields = item._fields
+        return self._max_end <= offset and end <= num_tokens and end_row > 0 and (fields is None or not fields.shared)
+
+    def _append_one(self, item: MultimodalItem) -> None:
+        """Append an item that just follows: what most turns of a conversation do, at half the price."""
+        identifier, fields = item._identifier, item._fields
+        offset, end, first_row, end_row, num_rows = item._placeholder._places
+        self._max_end = end
+        self._identifiers.append(identifier)
+        self._offsets.append(offset)
+        self._num_rows.append(num_rows)
+        self._first_rows.append(first_row)
+        self._end_rows.append(end_row)
+        self._reach.append(end_row)
+        payload, kept = self._payload_until, self._kept_until
+        payload.append(payload[-1] + (0 if fields is None else fields.payload_bytes))
+        kept.append(kept[-1] + (0 if fields is None else fields.kept_bytes))
+        self._first_of[identifier] = len(self.items)
+        self._last_use[identifier] = end_row
+        self.items.append(item)  # last: a thread that reads the request meanwhile goes by their number
+
     def _append(self, items: Sequence[MultimodalItem], new: Additions) -> None:
         first = len(self.items)
         identifiers, offsets, num_rows, first_rows, end_rows, reaches, payload, kept = zip(*new.rows)
@@ -208,7 +240,10 @@ class MultimodalRequest:
         self._reach += reaches
         self._payload_until += payload
         self._kept_until += kept
-        self._first_of.update(new.first_of)
+        if first:
+            self._first_of.update(new.first_of)
+        else:
+            self._first_of = new.first_of
         if new.given:
             self._embeds_given.update(new.given)
         if new.homes:
@@ -218,7 +253,10 @@ class MultimodalRequest:
         if 0 in end_rows:
             self._zero_rows += [index for index, end_row in enumerate(end_rows, first) if not end_row]
         last_use = self._last_use
-        for identifier, end_row in zip(identifiers, end_rows):
-            if identifier not in last_use or end_row > last_use[identifier]:
-                last_use[identifier] = end_row
+        if len(new.first_of) == len(items):
+            last_use.update(zip(identifiers, end_rows))
+        else:
+            for identifier, end_row in zip(identifiers, end_rows):
+                if identifier not in last_use or end_row > last_use[identifier]:
+                    last_use[identifier] = end_row
         self.items += items  # last: a thread that reads the request meanwhile goes by their number

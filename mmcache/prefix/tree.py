@@ -28,8 +28,8 @@ __all__ = ["Comparison", "ItemKey", "Node", "add_keys", "block_key", "keys_befor
 
 Tokens: TypeAlias = np.ndarray[Any, np.dtype[np.int32]]
 
-ItemKey: TypeAlias = tuple[int, int, tuple[tuple[int, int], ...], str]
-"""Offset, length, runs of embedding rows, identifier. On one path, equal offsets are equal starts in a block."""
+ItemKey: TypeAlias = tuple[int, int, tuple[tuple[int, int], ...] | None, str]
+"""Offset, length, runs of a mask, identifier. On one path, equal offsets are equal starts in a block."""
 
 _CHUNK = 1 << 14  # tokens compared at once: edges are long, and two may part early
 _WASTE = 3
