@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from builders import image_fields, images, request, rows_of
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mmcache import (
@@ -351,6 +351,7 @@ KINDS = st.sampled_from(["plain", "bare", "again", "gaps", "nested", "rowless", 
 
 
 @given(st.lists(KINDS, max_size=6), st.lists(st.integers(1, 3), max_size=8))
+@example(["gaps", "again", "again"], [1, 1, 1])
 @settings(max_examples=40, deadline=None)
 def test_a_request_is_the_same_however_its_items_came(kinds: list[str], steps: list[int]) -> None:
     items = parts(kinds)
