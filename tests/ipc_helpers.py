@@ -11,8 +11,9 @@ import torch
 from builders import ROW_BYTES, images, request, rows_of
 from torch import Tensor
 
+from mmcache.fields import FieldConfig, ItemFields
 from mmcache.ipc import Arena, Receiver, Sender, WorkerPart, WorkerStep
-from mmcache.items import MultimodalRequest
+from mmcache.items import MultimodalItem, MultimodalRequest, PlaceholderRange
 from mmcache.ledger import EncoderLedger
 from mmcache.merge import MergePlan
 from mmcache.planning import StepPlan
@@ -20,10 +21,25 @@ from mmcache.policies import make_policy
 from mmcache.store import EmbeddingStore
 from mmcache.transfer import encoder_inputs
 
+PIXELS = 4 * 2 * 4
+"""Payload bytes of one image of `builders`."""
+
 
 def three(name: str = "r") -> MultimodalRequest:
     """A request of three pictures, one of them with gaps."""
     return request(name, 40, images((2, 8), (12, 8, [True, True, False, True] * 2), (22, 8)))
+
+
+def bare(name: str, ids: str) -> MultimodalRequest:
+    """Items of which only metadata is here."""
+    items = [MultimodalItem("image", None, PlaceholderRange(10 * i, 8), one) for i, one in enumerate(ids)]
+    return request(name, 10 * len(ids) + 4, items)
+
+
+def big(value: int) -> ItemFields:
+    """Payload of 20,000 bytes."""
+    configs = {"pixel_values": FieldConfig.batched("image")}
+    return ItemFields({"pixel_values": torch.full((100, 50), float(value))}, configs)
 
 
 class End:

@@ -175,6 +175,45 @@ def test_deltas_add_up_to_the_request(scheduler: Scheduler, cuts: list[int]) -> 
     scheduler.sender.finish(source)
 
 
+LARGE = (1 << 63) - 1
+
+
+@pytest.mark.parametrize(
+    "grids",
+    [
+        [[1, -LARGE - 1, LARGE], [0, 5, 6]],
+        [[1, 2], [3, 4, 5], [6]],
+        [[1, 2, 3], 4],
+        [4, [1, 2, 3]],
+        [4, 5],
+        [[], []],
+        [[[1, 2], [3, 4]], [[5, 6], [7, 8]]],
+        [[[1, 2]], [3, 4]],
+        [list(range(17)), list(range(17, 34))],
+    ],
+)
+def test_metadata_of_any_shape_comes_out_as_it_went_in(scheduler: Scheduler, grids: list[Any]) -> None:
+    configs = {"grid": FieldConfig.batched("image", keep_on_cpu=True)}
+    for kinds in ([torch.int64] * 3, [torch.int64, torch.int32, torch.int64], [torch.float64] * 3):
+        values = [torch.tensor(grid, dtype=torch.int64).to(kind) for grid, kind in zip(grids, kinds)]
+        items = [
+            MultimodalItem("image", ItemFields({"grid": value}, configs), PlaceholderRange(4 * number, 4), f"{number}")
+            for number, value in enumerate(values)
+        ]
+        source = MultimodalRequest("r", range(20), items)
+        receiver = scheduler.receiver()
+        plan = scheduler.ledger.plan(source, num_computed_tokens=20)
+        scheduler.sender.send([(source, plan)])
+        with receiver.next() as step:
+            here = step.parts[0].metadata("grid")
+        assert len(here) == len(values)
+        assert all(map(same, here, values))
+        here[0].fill_(7)
+        assert same(here[1], values[1])
+        scheduler.ledger.release(plan)
+        scheduler.finish(source)
+
+
 def frames() -> tuple[list[bytes], list[bytes]]:
     """Real messages: what a sender says, and what a receiver says."""
     ours, theirs = channel()

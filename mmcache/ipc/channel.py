@@ -9,10 +9,11 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Protocol, runtime_checkable
 
-__all__ = ["Channel", "speaker", "waiter"]
+__all__ = ["Channel", "listener", "speaker", "waiter"]
 
-_LENGTH = struct.Struct("!i")  # what a `Connection` puts in front of a message
-_SMALL = 4096
+# What a `Connection` puts in front of a message: its length, or -1 and its length.
+_LENGTH, _LONG = struct.Struct("!i"), struct.Struct("!Q")
+_SMALL, _CHUNK = 4096, 1 << 20
 
 
 @runtime_checkable
@@ -55,13 +56,45 @@ def speaker(channel: Channel) -> Callable[[bytes], None]:
     if type(channel) is not Connection:
         return channel.send_bytes
 
+    descriptor = channel.fileno()
+
     def speak(message: bytes) -> None:
-        if len(message) > _SMALL:
+        length = len(message)
+        if length > _SMALL or channel.closed:
             channel.send_bytes(message)
             return
-        data = _LENGTH.pack(len(message)) + message
-        written = os.write(channel.fileno(), data)
+        data = _LENGTH.pack(length) + message
+        written = os.write(descriptor, data)
         while written < len(data):  # a signal came in between
-            written += os.write(channel.fileno(), data[written:])
+            written += os.write(descriptor, data[written:])
 
     return speak
+
+
+def listener(channel: Channel) -> Callable[[], bytes | bytearray]:
+    """The channel's `recv_bytes`; of a `Connection`, small messages in two system calls and little else."""
+    if type(channel) is not Connection:
+        return channel.recv_bytes
+    descriptor = channel.fileno()
+
+    def read(size: int) -> bytes | bytearray:
+        data = os.read(descriptor, min(size, _CHUNK))
+        if len(data) == size:
+            return data
+        whole = bytearray(data)
+        while len(whole) < size:
+            if not data:
+                raise EOFError("the channel ended")
+            data = os.read(descriptor, min(size - len(whole), _CHUNK))
+            whole += data
+        return whole
+
+    def listen() -> bytes | bytearray:
+        if channel.closed:
+            raise OSError("the channel is closed")
+        (length,) = _LENGTH.unpack(read(_LENGTH.size))
+        if length < 0:
+            (length,) = _LONG.unpack(read(_LONG.size))
+        return read(length)
+
+    return listen

@@ -22,6 +22,7 @@ __all__ = ["Composer", "StepBody"]
 # Longer bodies are written to the arena once instead of through each worker's channel: a pipe costs two copies and,
 # when its buffer is full, a change of process.
 _SMALL_BODY = 4096
+_NOTHING = (0, 0)
 
 
 class StepBody(msgspec.Struct):
@@ -31,8 +32,8 @@ class StepBody(msgspec.Struct):
         parts: pieces of the body.
         told: request to the (tokens, items) that its receivers have then.
         owed: handles to drop that no plan of it could name.
-        region: where the body lies in the arena; None: it travels in the frame.
-        place: the same, for a frame.
+        region: where the body lies in the arena, until it is lent.
+        place: the same, for frames; empty: the body travels in them.
         regions: all that its receivers read in the arena.
         readers: how many there are that read it there.
     """
@@ -75,7 +76,7 @@ class Composer:
             FieldError: metadata that cannot travel.
             RequestError: text that is no Unicode.
         """
-        known = [peer.known.get(part.uid, (0, 0)) for part in self.parts]
+        known = [peer.known.get(part.uid, _NOTHING) for part in self.parts]
         ended, owed = peer.ended, peer.owed
         key = (
             (peer.attached, peer.reads_payload, *known, *ended, *owed.items())
@@ -90,13 +91,19 @@ class Composer:
 
     def lend(self) -> None:
         """Give each worker that reads in the arena one reference of its own to what it reads there for this step."""
-        if self._arena is not None:
-            for body in self._bodies.values():
-                for region in body.regions:
-                    self._arena.retain(region, body.readers)
+        arena = self._arena
+        if arena is None:
+            return
+        for body in self._bodies.values():
+            for region in body.regions:
+                # Of a body's own region the composer's reference becomes that of the first reader.
+                more = body.readers - (region is body.region)
+                if more:
+                    arena.retain(region, more)
+            body.region = None
 
     def close(self) -> None:
-        """Give back what was held; what was lent stays."""
+        """Give back what was held and not lent."""
         arena = self._arena
         if arena is not None:
             for held in self._held:
@@ -115,7 +122,7 @@ class Composer:
             request, uid = part.request, part.uid
             if uid not in told:
                 now = told[uid] = (request.num_tokens, len(request.items))
-                if now != base or base == (0, 0):
+                if now != base or base == _NOTHING:
                     try:
                         deltas.append(encode_delta(request, uid, *base, buffers.buffers))
                     except MMCacheError as error:

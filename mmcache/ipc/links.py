@@ -39,25 +39,25 @@ class Links:
             number = peer.sequence = peer.sequence + 1
             peer.sent[number] = Sent(composer.step, composer.parts, body.told, body.regions)
             peer.ended, peer.owed = [], body.owed
-            frames.append(
-                region_frame(Kind.STEP, session, peer.epoch, number, body.place)
-                if body.place
-                else inline_frame(Kind.STEP, session, peer.epoch, number, body.parts)
-            )
-        for (peer, _), frame in zip(bodies, frames):
-            self.put(peer, frame)
+            if body.place:
+                frame = region_frame(Kind.STEP, session, peer.epoch, number, body.place)
+            else:
+                frame = inline_frame(Kind.STEP, session, peer.epoch, number, body.parts)
+            frames.append((peer, frame))
+        self.put(frames)
 
-    def put(self, peer: Peer, frame: bytes) -> None:
-        """Send a frame; a channel that is broken ends the worker's epoch."""
-        if peer.channel is None:
-            return
-        try:
-            peer.say(frame)
-        except (OSError, EOFError):
-            self.break_off(peer)
-            return
-        self.messages += 1
-        self.message_bytes += len(frame)
+    def put(self, frames: Sequence[tuple[Peer, bytes]]) -> None:
+        """Send each worker its frame; a channel that is broken ends the worker's epoch."""
+        for peer, frame in frames:
+            if peer.channel is None:
+                continue
+            try:
+                peer.say(frame)
+            except (OSError, EOFError):
+                self.break_off(peer)
+                continue
+            self.messages += 1
+            self.message_bytes += len(frame)
 
     def break_off(self, peer: Peer) -> None:
         """The worker's channel is broken: its steps wait until it joins again."""

@@ -28,7 +28,6 @@ __all__ = ["ItemPayload", "Mirror"]
 
 _Runs = np.ndarray[Any, np.dtype[np.int32]]
 _NOTHING: _Runs = np.empty((0, 2), np.int32)
-_FIRST = (0,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,16 +274,21 @@ class Mirror:
 
     def _check_items(self, delta: Delta, num_tokens: int, known: int) -> None:
         count = len(delta.identifiers)
-        optional = (delta.modality_of, delta.schema_of, delta.run_counts)
-        if not len(delta.offsets) == len(delta.lengths) == count or any(one and len(one) != count for one in optional):
-            counts = [len(column) for column in (delta.offsets, delta.lengths, *optional)]
+        counts = [
+            len(delta.offsets),
+            len(delta.lengths),
+            len(delta.modality_of) or count,  # empty ones stand for what all items have
+            len(delta.schema_of) or count,
+            len(delta.run_counts) or count,
+        ]
+        if counts.count(count) != len(counts):
             raise self._error("columns have one entry an item", expected=count, found=counts)
         if not count:
             return
-        if max(delta.modality_of or _FIRST) >= len(delta.modalities):
-            raise self._error("an item has a modality of the message", found=max(delta.modality_of or _FIRST))
-        if max(delta.schema_of or _FIRST) >= len(delta.schemas):
-            raise self._error("an item has a schema of the message", found=max(delta.schema_of or _FIRST))
+        if max(delta.modality_of, default=0) >= len(delta.modalities):
+            raise self._error("an item has a modality of the message", found=max(delta.modality_of, default=0))
+        if max(delta.schema_of, default=0) >= len(delta.schemas):
+            raise self._error("an item has a schema of the message", found=max(delta.schema_of, default=0))
         offsets = delta.offsets
         if max(map(add, offsets, delta.lengths)) > num_tokens or offsets != sorted(offsets):
             raise self._error("items are sorted and lie within the tokens", expected=f"at most {num_tokens}")

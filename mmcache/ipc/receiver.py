@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmcache.errors import ConfigError, MessageError
 from mmcache.fields import FieldValue
-from mmcache.ipc.channel import Channel, waiter
+from mmcache.ipc.channel import Channel, listener, waiter
 from mmcache.ipc.messages import Hello, Part, Payload, Piece, Report, Resend, Step, Welcome, decode, encode
 from mmcache.ipc.mirror import ItemPayload, Mirror
 from mmcache.ipc.plans import decode_plan
@@ -90,7 +90,7 @@ class Receiver:
         self._gone: deque[int] = deque()  # one entry a region that no tensor shows any more
         if channel is not None:
             self._channel = channel
-            self._wait = waiter(channel)
+            self._wait, self._listen = waiter(channel), listener(channel)
             self._session = 0
         if self._session:
             self._join()
@@ -121,7 +121,7 @@ class Receiver:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not self._wait(left):
                 return None
-            self._handle(parse_frame(self._channel.recv_bytes()))
+            self._handle(parse_frame(self._listen()))
 
     def acknowledge(self) -> None:
         """Give back what no tensor shows any more; `next` does it too."""

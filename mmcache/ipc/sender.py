@@ -289,7 +289,8 @@ class Sender:
             raise MessageError("another worker speaks on this channel", expected=peer.name, found=hello.worker)
         if frame.session != self.session:
             welcome = encode(Welcome(path="" if self.arena is None else self.arena.path))
-            self._links.put(peer, inline_frame(Kind.WELCOME, self.session, frame.epoch, 0, body_parts(welcome)))
+            answer = inline_frame(Kind.WELCOME, self.session, frame.epoch, 0, body_parts(welcome))
+            self._links.put([(peer, answer)])
         elif frame.epoch <= peer.newest_epoch:
             self._stale += 1
         else:
@@ -366,9 +367,8 @@ class Sender:
         sent.resent = True
         self._resends += 1
         header = encode(Resend(sequence=sequence, payloads=payloads, failed=failed))
-        self._links.put(
-            peer, inline_frame(Kind.RESEND, self.session, peer.epoch, sequence, body_parts(header, buffers.buffers))
-        )
+        parts = body_parts(header, buffers.buffers)
+        self._links.put([(peer, inline_frame(Kind.RESEND, self.session, peer.epoch, sequence, parts))])
 
     def _note_lost(self, peer: Peer, part: StepPart, indices: Sequence[int], missing: Sequence[int]) -> None:
         error = missing_content(part.request, missing) if missing else None

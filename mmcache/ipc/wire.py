@@ -121,7 +121,7 @@ def region_frame(kind: Kind, session: int, epoch: int, sequence: int, place: byt
     return _PREFIX.pack(_MAGIC, kind, 1, session, epoch, sequence) + place
 
 
-def parse_frame(data: bytes | memoryview) -> Frame:
+def parse_frame(data: bytes | bytearray | memoryview) -> Frame:
     """Parse a frame.
 
     Raises:
