@@ -244,12 +244,15 @@ class EntryTable:
 
     def settle(self, ticket: Ticket, sizes: Mapping[int, int], seconds: float | None) -> None:
         """The rows of what the lookup still owns of these items are in the store."""
-        entries = ticket.entries
-        reported = [(entry, nbytes) for index, nbytes in sizes.items() if (entry := entries.get(index)) is not None]
-        total = sum([entry.num_rows for entry, _ in reported]) or 1
-        for entry, nbytes in reported:
-            if entry.owner is ticket and entry.state is RESERVED:
-                self.publish(entry, nbytes, None if seconds is None else seconds * entry.num_rows / total)
+        entries, total = ticket.entries, 0
+        for index in sizes:
+            entry = entries.get(index)
+            if entry is not None:
+                total += entry.num_rows
+        for index, nbytes in sizes.items():
+            entry = entries.get(index)
+            if entry is not None and entry.owner is ticket and entry.state is RESERVED:
+                self.publish(entry, nbytes, None if seconds is None else seconds * entry.num_rows / (total or 1))
                 ticket.encoded = {entry} if ticket.encoded is None else {*ticket.encoded, entry}
 
     def leave(self, ticket: Ticket, entry: Entry) -> None:

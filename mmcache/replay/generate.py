@@ -10,6 +10,7 @@ from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import accumulate, islice
+from math import log
 
 from mmcache.errors import ConfigError
 from mmcache.replay.workload import PAYLOAD_BYTES_PER_ROW, Clip, Serial, Turn, tokens_from
@@ -63,7 +64,7 @@ class _Source:
 
     def time(self) -> float:
         """The next arrival."""
-        self._now += self.random.expovariate(self._rate)
+        self._now -= log(1.0 - self.random.random()) / self._rate  # what `expovariate` draws, without its calls
         return self._now
 
     def clip(self, rows: int, modality: str = "image") -> Clip:

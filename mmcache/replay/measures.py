@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
+from math import exp, log
 from operator import add
 from typing import Any
 
@@ -32,7 +32,7 @@ class Latencies:
         self.total += seconds
         if seconds > self.most:
             self.most = seconds
-        place = round(_BINS * math.log(seconds)) if seconds > 1e-9 else -(10**9)
+        place = round(_BINS * log(seconds)) if seconds > 1e-9 else -(10**9)
         self._bins[place] = self._bins.get(place, 0) + 1
 
     @property
@@ -47,7 +47,7 @@ class Latencies:
         for place, number in sorted(self._bins.items()):
             seen += number
             if seen >= wanted:
-                return min(self.most, math.exp(place / _BINS)) if place > -(10**9) else 0.0
+                return min(self.most, exp(place / _BINS)) if place > -(10**9) else 0.0
         return self.most
 
     def as_json(self) -> dict[str, float]:

@@ -11,7 +11,8 @@ import time as clock
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable
 from heapq import heappop, heappush
-from typing import Any, TypeVar
+from itertools import count
+from typing import Any
 
 from mmcache.items import MultimodalItem, MultimodalRequest
 from mmcache.ledger import EncoderLedger, Entry, Ticket
@@ -27,7 +28,6 @@ __all__ = ["simulate"]
 MODALITIES = ("image", "video", "audio")
 _MISSING, _IN_FLIGHT = ItemStatus.MISSING, ItemStatus.IN_FLIGHT
 _NOTHING = (0, 0.0)
-_Subject = TypeVar("_Subject")
 _FIRST_OUTPUT = (1 << 30) + (1 << 20)  # tokens that the model makes are no tokens of a prompt
 
 
@@ -106,7 +106,7 @@ class _Simulator:
         self._conversations = Conversations()
         self._output = Serial(_FIRST_OUTPUT)
         self._events: list[tuple[float, int, Callable[[Any], None], object]] = []
-        self._ties = 0
+        self._ties = count()  # events of one time come in the order of their making
         self._slots = engine.slots
         self._waiting: deque[_Running] = deque()
         self._busy: dict[str, list[tuple[Turn, float]] | None] = {}  # turns that wait for the turn before them
@@ -140,10 +140,6 @@ class _Simulator:
         sums.wall_seconds = clock.perf_counter() - started
         return sums
 
-    def _at(self, time: float, call: Callable[[_Subject], None], subject: _Subject) -> None:
-        self._ties = tie = self._ties + 1
-        heappush(self._events, (time, tie, call, subject))
-
     # -- the way of a request ------------------------------------------------------------------------------------------
 
     def _arrive(self, turn: Turn, arrived: float) -> None:
@@ -176,26 +172,26 @@ class _Simulator:
         if self._prefix is not None:
             run.match = self._prefix.match(request)
             start = run.match.num_tokens
-        ledger, now = self._ledger, self._now
+        ledger, budget, now = self._ledger, self._ledger.budget, self._now
         ticket = run.ticket = ledger.open(request, start, length, start, 0, run.match)
         own = run.own = self._count(run, start)
         if ticket.unsettled:
             if self._tiers:
                 own = run.own = {entry: index for entry, index in own.items() if not self._load(run, entry, index)}
             for entry in ticket.unsettled:
-                if entry.handle in ledger.budget.entries:
+                if entry.handle in budget.entries:
                     run.pending += 1
                     self._awaited.setdefault(entry, []).append(run)
-        if ledger.budget.drops:
+        if budget.drops:
             ledger.take_drops()
-        if ledger.budget.used > self._sums.most_used_bytes:
-            self._sums.most_used_bytes = ledger.budget.used
+        if budget.used > self._sums.most_used_bytes:
+            self._sums.most_used_bytes = budget.used
         if own:
             run.encoding = encoding = sum([self._costs.encode(entry.num_rows) for entry in own])
             self._sums.encodes += len(own)
             self._sums.encode_seconds += encoding
             self._device_free = max(now, self._device_free) + run.moved / self._costs.link + encoding
-            self._at(self._device_free, self._encoded, run)
+            heappush(self._events, (self._device_free, next(self._ties), self._encoded, run))
         if not run.pending:
             self._ready(run)
 
@@ -210,7 +206,8 @@ class _Simulator:
                 self._sums.loaded(tier.model.name, self._costs.encode(entry.num_rows), payload)
                 self._sums.series.add(self._now - (self._begin or 0.0), (-payload, 0, payload, 0, 0))
                 nbytes = entry.num_rows * self._engine.row_bytes
-                self._at(tier.read(entry.content, self._now), self._loaded, (entry, nbytes))
+                read = tier.read(entry.content, self._now)
+                heappush(self._events, (read, next(self._ties), self._loaded, (entry, nbytes)))
                 return True
         return False
 
@@ -238,7 +235,7 @@ class _Simulator:
     def _ready(self, run: _Running) -> None:
         tokens = run.ticket.end - run.ticket.start
         self._device_free = max(self._now, self._device_free) + tokens / self._costs.prefill
-        self._at(self._device_free, self._first_token, run)
+        heappush(self._events, (self._device_free, next(self._ties), self._first_token, run))
 
     def _first_token(self, run: _Running) -> None:
         seconds = self._now - run.arrived
@@ -252,7 +249,8 @@ class _Simulator:
         if run.match is not None:
             run.match.release()
         if run.turn.output_tokens:
-            self._at(self._now + run.turn.output_tokens * self._costs.decode, self._finish, run)
+            done = self._now + run.turn.output_tokens * self._costs.decode
+            heappush(self._events, (done, next(self._ties), self._finish, run))
         else:
             self._finish(run)
 
