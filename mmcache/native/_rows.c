@@ -5,10 +5,9 @@
    of what is in use. A non-temporal store does neither.
 
    Nothing here checks an address: callers have. Sizes and counts are in bytes and rows; a step is the distance in bytes
-   between the beginnings of rows. Only the stable ABI of CPython 3.11 is used. */
+   between the beginnings of rows. */
 
 #define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 
 #include <stdint.h>
@@ -301,7 +300,17 @@ set_up(PyObject *module)
     return PyModule_AddIntConstant(module, "ROUNDS", rounds);
 }
 
-static PyModuleDef_Slot slots[] = {{Py_mod_exec, set_up}, {0, NULL}};
+/* There is no state: any number of interpreters and threads, with a lock or without. */
+static PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, set_up},
+#ifdef Py_mod_multiple_interpreters
+    {Py_mod_multiple_interpreters, Py_MOD_PER_INTERPRETER_GIL_SUPPORTED},
+#endif
+#ifdef Py_mod_gil
+    {Py_mod_gil, Py_MOD_GIL_NOT_USED},
+#endif
+    {0, NULL},
+};
 
 static PyModuleDef definition = {
     PyModuleDef_HEAD_INIT, "_rows", "See mmcache.native.", 0, methods, slots, NULL, NULL, NULL,
