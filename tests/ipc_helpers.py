@@ -12,7 +12,7 @@ from builders import ROW_BYTES, images, request, rows_of
 from torch import Tensor
 
 from mmcache.fields import FieldConfig, ItemFields
-from mmcache.ipc import Arena, Receiver, Sender, WorkerPart, WorkerStep
+from mmcache.ipc import Arena, ArenaReader, Receiver, Region, Sender, WorkerPart, WorkerStep
 from mmcache.items import MultimodalItem, MultimodalRequest, PlaceholderRange
 from mmcache.ledger import EncoderLedger
 from mmcache.merge import MergePlan
@@ -21,6 +21,7 @@ from mmcache.policies import make_policy
 from mmcache.store import EmbeddingStore
 from mmcache.transfer import encoder_inputs
 
+KB = 1024
 PIXELS = 4 * 2 * 4
 """Payload bytes of one image of `builders`."""
 
@@ -207,3 +208,21 @@ def has_mail(worker: Worker) -> bool:
 def nothing_is_held(scheduler: Scheduler) -> bool:
     """Whether all references of workers have come back."""
     return scheduler.sender.stats().under_way == 0 and scheduler.arena.stats().referenced == 0
+
+
+def block(size: int = KB, value: int = 1) -> dict[str, Tensor]:
+    """Content of so many bytes."""
+    return {"pixels": torch.full((size,), value, dtype=torch.uint8)}
+
+
+def content(reader: ArenaReader, region: Region) -> Tensor:
+    """A copy of what a reader finds in a region."""
+    return reader.block(region.offset, region.nbytes, region.serial, lambda: None).clone()
+
+
+epochs = iter(range(1 << 40, 1 << 41))
+
+
+def attach(arena: Arena) -> ArenaReader:
+    """A reader with an epoch of its own."""
+    return ArenaReader(arena.path, next(epochs))
