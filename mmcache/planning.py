@@ -27,7 +27,6 @@ __all__ = [
     "StepPlan",
     "action_of",
     "check_index",
-    "check_length",
     "check_window",
     "count_bytes",
     "covered_beyond",
@@ -270,14 +269,6 @@ def check_window(
         end = min(length, start + _bound(request, "num_scheduled_tokens", num_scheduled_tokens, None))
     first = start if needed_from is None else _bound(request, "needed_from", needed_from, length)
     return start, end, first, _bound(request, "lookahead", lookahead, None)
-
-
-def check_length(request: MultimodalRequest, num_computed_tokens: int) -> int:
-    """The number of tokens from the first that have KV; raises as `check_window`."""
-    plain = type(num_computed_tokens) is int and type(request) is MultimodalRequest
-    if plain and 0 <= num_computed_tokens <= request.num_tokens:  # every step passes here
-        return num_computed_tokens
-    return check_window(request, num_computed_tokens)[0]
 
 
 def _bound(request: MultimodalRequest, name: str, value: object, most: int | None) -> int:

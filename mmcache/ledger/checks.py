@@ -9,11 +9,20 @@ from numbers import Real
 
 from mmcache.errors import ConfigError, EmbeddingError, MMCacheError, WindowError
 from mmcache.integers import as_int
+from mmcache.items import MultimodalRequest
 from mmcache.ledger.records import GONE, READY, RESERVED, Entry, Session, Ticket
 from mmcache.ledger.table import EntryTable
-from mmcache.planning import StepPlan, needed_items
+from mmcache.planning import StepPlan, check_window, needed_items
 
-__all__ = ["check_books", "check_capacity", "check_report", "check_seconds", "check_shrink", "check_sizes"]
+__all__ = [
+    "check_books",
+    "check_capacity",
+    "check_length",
+    "check_report",
+    "check_seconds",
+    "check_shrink",
+    "check_sizes",
+]
 
 
 def check_capacity(capacity_bytes: object) -> int:
@@ -22,6 +31,14 @@ def check_capacity(capacity_bytes: object) -> int:
     if number is None or number < 0:
         raise ConfigError("capacity_bytes is an integer >= 0", field="capacity_bytes", found=repr(capacity_bytes))
     return number
+
+
+def check_length(request: MultimodalRequest, num_computed_tokens: int) -> int:
+    """The number of tokens from the first that have KV; raises as `check_window`."""
+    plain = type(num_computed_tokens) is int and type(request) is MultimodalRequest
+    if plain and 0 <= num_computed_tokens <= request.num_tokens:  # every step passes here
+        return num_computed_tokens
+    return check_window(request, num_computed_tokens)[0]
 
 
 def check_shrink(ticket: Ticket, num_scheduled_tokens: object) -> tuple[int, tuple[int, int, Sequence[int]]]:

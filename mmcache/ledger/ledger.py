@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 from mmcache.items import MultimodalRequest
 from mmcache.ledger.budget import Budget
-from mmcache.ledger.checks import check_books, check_capacity, check_report, check_seconds, check_shrink, check_sizes
+from mmcache.ledger.checks import check_books, check_capacity, check_length, check_report, check_shrink, check_sizes
 from mmcache.ledger.loads import TierLoads
 from mmcache.ledger.records import Entry, PinnedMatch, Session, Ticket
 from mmcache.ledger.sessions import Sessions, id_of
@@ -18,7 +18,7 @@ from mmcache.ledger.table import EntryTable
 from mmcache.ledger.tally import Tally, stats_of
 from mmcache.ledger.waiting import WaitingLine, Waits, news_of, wake
 from mmcache.ledger.workers import Step, Workers
-from mmcache.planning import Progress, StepPlan, check_length, check_window, needed_items
+from mmcache.planning import Progress, StepPlan, check_window, needed_items
 from mmcache.policies import EvictionPolicy, as_policy
 from mmcache.stats import CacheStats
 
@@ -224,17 +224,12 @@ class EncoderLedger:
             EmbeddingError: items that the plan does not need, sizes that rows of their number and modality do not have,
                 or a time that is none; nothing has changed then.
         """
-        if type(step) is Ticket:  # of this process, and sizes of what it calls missing
-            ticket = step
-            check_seconds(seconds, ticket.request.request_id)
-        else:
-            ticket = self._workers.ticket(step)
-            sizes = check_sizes(step, sizes, seconds, ticket.request.request_id)
+        ticket = step if type(step) is Ticket else self._workers.ticket(step)
+        sizes = check_sizes(step, sizes, seconds, ticket.request.request_id)
         with self._lock:
             check_report(self._table, ticket, sizes)
             self._table.settle(ticket, sizes, seconds)
-        if self._woken:
-            self._wake()
+        self._wake()
 
     # -- ends of steps -------------------------------------------------------------------------------------------------
 
@@ -294,19 +289,16 @@ class EncoderLedger:
             The lookups that were still open.
         """
         request_id = id_of(request)
-        open_tickets: list[Ticket] = []
         with self._lock:
             if self._line.positions:
                 self._line.withdraw(request_id)
             session = self._sessions.pop(request_id, None)
-            if session is not None:
-                for ticket in session.tickets:
-                    open_tickets.append(ticket)
-                    self._close(ticket)
-                if session.held:
-                    self._sessions.unpin(session, list(session.held))
-        if self._woken:
-            self._wake()
+            open_tickets = [] if session is None else list(session.tickets)
+            for ticket in open_tickets:
+                self._close(ticket)
+            if session is not None and session.held:
+                self._sessions.unpin(session, list(session.held))
+        self._wake()
         return open_tickets
 
     def announce(self, request: MultimodalRequest, num_computed_tokens: int = 0) -> Sequence[int]:
