@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from weakref import ref
 
 from mmcache.items import MultimodalRequest
-from mmcache.prefix.ids import MOST_PIECES, join_ids
+from mmcache.prefix.ids import MOST_PIECES, Ids, join_ids
 from mmcache.prefix.leaves import LeafOrder
 from mmcache.prefix.tree import Comparison, ItemKey, Node, add_keys, block_key, keys_before
 
@@ -131,7 +131,7 @@ class Forest:
         if not node.queued:
             self.leaves.add(node, self.count)
 
-    def make_room(self, place: Place | None, blocks: int, evicted: list[int]) -> None:
+    def make_room(self, place: Place | None, blocks: int, evicted: Ids) -> None:
         """Evict that many blocks, or what can be; none of those up to `place`."""
         if place is None or not place.block:
             self._evict(blocks, evicted)
@@ -142,7 +142,7 @@ class Forest:
         self.leaves.add(place.node, self.count)
         place.cuts = place.node.cuts  # it was cut behind the place, if at all
 
-    def clear(self, scope: Scope, evicted: list[int]) -> None:
+    def clear(self, scope: Scope, evicted: Ids) -> None:
         """Forget a tree. Blocks that are pinned go with their last pin."""
         nodes = [self.roots.pop(scope)]
         nodes[0].dead = True
@@ -152,7 +152,7 @@ class Forest:
         for node in reversed(nodes):  # leaves first
             self._prune(node, evicted)
 
-    def unpin(self, node: Node, block: int, evicted: list[int]) -> None:
+    def unpin(self, node: Node, block: int, evicted: Ids) -> None:
         """Let go of a node's blocks before `block`, which is one of its pins, or was when it was not split yet."""
         while node.start >= block:
             node = parent_of(node)
@@ -239,16 +239,15 @@ class Forest:
             place.item = after
         return node, block
 
-    def _evict(self, blocks: int, evicted: list[int]) -> None:
+    def _evict(self, blocks: int, evicted: Ids) -> None:
         goal = self.count - blocks
         while self.count > goal and (node := self.leaves.pop(self.count)) is not None:
             self._cut(node, max(node.floor, node.end - (self.count - goal)), evicted)
             self.leaves.add(node, self.count)
 
-    def _cut(self, node: Node, end: int, evicted: list[int]) -> None:
-        ids = node.cut(end, self.size)
-        self.count -= len(ids)
-        evicted += ids
+    def _cut(self, node: Node, end: int, evicted: Ids) -> None:
+        self.count -= node.end - end
+        evicted += node.cut(end, self.size)
         if node.dead:
             parent = parent_of(node)
             parent.state += 1
@@ -258,7 +257,7 @@ class Forest:
                 del self.roots[parent.key]
                 parent.dead = True
 
-    def _prune(self, node: Node, evicted: list[int]) -> None:
+    def _prune(self, node: Node, evicted: Ids) -> None:
         """Cut what is not pinned of a node of a cleared tree, and of those before it."""
         while node.parent is not None and not node.children and not node.dead:
             if node.end > node.floor:

@@ -43,14 +43,14 @@ def split_ids(ids: Ids, count: int) -> tuple[Ids, Ids]:
     return ids, []
 
 
-def cut_ids(ids: Ids, count: int) -> list[int]:
+def cut_ids(ids: Ids, count: int) -> Ids:
     """Drop the last `count` ids and return them, the last one first."""
-    dropped: list[int] = []
+    dropped: Ids = []
     while count > 0:
         piece = ids.pop()
         keep = max(len(piece) - count, 0)
         count -= len(piece)
-        dropped += reversed(piece[keep:])
+        dropped.append(piece[keep:][::-1])
         if not keep:
             continue
         if isinstance(piece, array):

@@ -14,7 +14,7 @@ from mmcache.errors import ConfigError, ReleasedError, RequestError, WindowError
 from mmcache.integers import as_int
 from mmcache.items import MultimodalRequest
 from mmcache.prefix.forest import Forest, parent_of
-from mmcache.prefix.ids import BlockIds, check_ids, split_ids
+from mmcache.prefix.ids import BlockIds, Ids, check_ids, split_ids
 from mmcache.prefix.keys import check_block_size
 from mmcache.prefix.match import PrefixMatch
 from mmcache.prefix.tree import Node
@@ -154,7 +154,7 @@ class PrefixIndex:
         stop = known // self._size
         own_ids = block_ids is None
         forest = self._forest
-        evicted: list[int] | None = None
+        evicted: Ids | None = None
         self._lock.acquire()
         try:
             if self._own_ids is not own_ids and self._own_ids is not None:
@@ -173,7 +173,7 @@ class PrefixIndex:
                     evicted = []
                     forest.make_room(place, missing, evicted)
                     if not own_ids:
-                        self._given.difference_update(evicted)
+                        self._given.difference_update(*evicted)
                     end = min(stop, first + self._capacity - forest.count)
                 if first < end:
                     self._own_ids = own_ids
@@ -198,12 +198,12 @@ class PrefixIndex:
         """
         if self._forgotten:
             self._reclaim()
-        evicted: list[int] = []
+        evicted: Ids = []
         with self._lock:
             for salt, own_adapter in list(self._forest.roots):
                 if cache_salt in (salt, ...) and adapter in (own_adapter, ...):
                     self._forest.clear((salt, own_adapter), evicted)
-            self._given.difference_update(evicted)
+            self._given.difference_update(*evicted)
         self._announce(evicted)
 
     def on_evict(self, callback: Callable[[list[int]], object]) -> None:
@@ -219,21 +219,21 @@ class PrefixIndex:
             raise ConfigError("a callback is called with block ids", expected="a callable", found=repr(callback))
         self._callbacks.append(callback)
 
-    def _announce(self, evicted: list[int]) -> None:
+    def _announce(self, evicted: Ids) -> None:
         for callback in list(self._callbacks) if evicted else ():
             try:
-                callback(list(evicted))
+                callback([block_id for piece in evicted for block_id in piece])
             except Exception:
                 self.callback_errors += 1
                 _log.exception("a callback of on_evict failed")
 
     def _reclaim(self) -> None:
         """Release the matches that were dropped without."""
-        evicted: list[int] = []
+        evicted: Ids = []
         with self._lock:
             while self._forgotten:
                 self._forest.unpin(*self._forgotten.popleft(), evicted)
-            self._given.difference_update(evicted)
+            self._given.difference_update(*evicted)
         self._announce(evicted)
 
     def _ids_of(self, match: PrefixMatch) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from mmcache.prefix.ids import Ids
 from mmcache.prefix.tree import Node
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class PrefixMatch:
     def release(self) -> None:
         """Let the blocks be evicted. Idempotent."""
         index = self._index
-        evicted: list[int] = []
+        evicted: Ids = []
         index._lock.acquire()
         try:
             if self._released:
@@ -51,7 +52,7 @@ class PrefixMatch:
             if self._node is not None:
                 index._forest.unpin(self._node, self._blocks, evicted)
                 if evicted:
-                    index._given.difference_update(evicted)
+                    index._given.difference_update(*evicted)
         finally:
             index._lock.release()
         if evicted:

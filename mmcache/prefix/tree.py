@@ -210,7 +210,7 @@ class Node:
         upper._trim(size)
         return upper
 
-    def cut(self, end: int, size: int) -> list[int]:
+    def cut(self, end: int, size: int) -> Ids:
         """Drop the blocks from `end` on and return their ids, the last first; without any left the node is dead."""
         ids = cut_ids(self.ids, self.end - end)
         del self.items[bisect_left(self.items, (end * size,)) :]
