@@ -48,7 +48,7 @@ CONFIGS = {
 }
 
 
-# -- the workers: each says when it has everything, and then reads every byte ------------------------------------------
+# -- the workers: each says when it has everything, then reads every byte, and says when it is done with it ------------
 
 
 def read(pixels: torch.Tensor | np.ndarray[Any, Any]) -> None:
@@ -89,6 +89,8 @@ def pickle_worker(channel: Connection, side: Connection, name: str) -> None:
         for item in request["items"]:
             if "pixel_values" in item:
                 read(item["pixel_values"])
+        request = item = None
+        side.send_bytes(b"")
 
 
 class VllmItem(msgspec.Struct):
@@ -122,6 +124,8 @@ def msgpack_worker(channel: Connection, side: Connection, name: str) -> None:
         for item in request.items:
             if item.pixels is not None:
                 read(item.pixels)
+        request = item = None
+        side.send_bytes(b"")
 
 
 def queue_worker(channel: Connection, side: Connection, name: str) -> None:
@@ -135,6 +139,8 @@ def queue_worker(channel: Connection, side: Connection, name: str) -> None:
         for item in request["items"]:
             if item["pixels"] is not None:
                 read(item["pixels"])
+        request = item = None
+        side.send_bytes(b"")
 
 
 class VllmWays:
@@ -159,8 +165,8 @@ class VllmWays:
             queue.wait_until_ready()
             self.queues[name] = (queue, side)
 
-    def ways(self, request: MultimodalRequest, new: int) -> dict[str, Callable[[], object]]:
-        """Each way to bring this request to its worker."""
+    def ways(self, request: MultimodalRequest, new: int) -> dict[str, tuple[Callable[[], object], Connection]]:
+        """Each way to bring this request to its worker, and where that says when it has read all."""
         first = len(request.items) - new
         items = [
             VllmItem(
@@ -182,9 +188,11 @@ class VllmWays:
             queue.enqueue(plain)
             side.recv_bytes()
 
-        ways: dict[str, Callable[[], object]] = {"vLLM msgpack, ZeroMQ": msgpack}
+        ways: dict[str, tuple[Callable[[], object], Connection]] = {
+            "vLLM msgpack, ZeroMQ": (msgpack, self.msgpack_side)
+        }
         for name, ends in self.queues.items():
-            ways[f"vLLM {name}"] = partial(enqueue, *ends)
+            ways[f"vLLM {name}"] = partial(enqueue, *ends), ends[1]
         return ways
 
 
@@ -333,8 +341,10 @@ def compare(rounds: int, images: int) -> None:
             ours.settle(prepared)
             for way, ends, oob in (("out of band", out_of_band, True), ("in band", in_band, False)):
                 found[f"pickle 5, {way}"] = clock(partial(pickled, *ends, plain, oob))
-            for way, call in ({} if vllm is None else vllm.ways(prepared[0], new)).items():
+                ends[1].recv_bytes()  # it has read all: what comes next is alone on the machine
+            for way, (call, side) in ({} if vllm is None else vllm.ways(prepared[0], new)).items():
                 found[way] = clock(call)
+                side.recv_bytes()
             if number >= 2:
                 for way, seconds in found.items():
                     times.setdefault((case, way), []).append(seconds)
