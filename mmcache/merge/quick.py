@@ -25,7 +25,7 @@ __all__ = ["merge_quickly"]
 
 # Sources that are smaller on average are joined without a look at each, which would take longer than to copy them
 # twice, as long as all together stay small (bytes, measured).
-_SMALL_SOURCE = 64 << 10
+_SMALL_SOURCE = 256 << 10
 _SMALL = 4 << 20
 # Elements from which a look at the mask pays, whether rows of another dtype go to one run and can be converted straight
 # into it; and up to which they are converted first and copied to their places then, if they go to several (measured).
