@@ -29,7 +29,8 @@ class PlaceholderRange:
         """Make a range; `is_embed` is a boolean mask `[length]`, copied; None and a mask of all True are the same.
 
         Raises:
-            PlaceholderError: a negative or non-integer bound, or a mask of other than booleans, or 0 and 1 or not of that length.
+            PlaceholderError: a negative or non-integer bound, or a mask that is not of booleans (or of 0 and 1), or not
+                of that length.
         """
         if type(offset) is not int or type(length) is not int:
             offset, length = _integer(offset, "offset"), _integer(length, "length")
