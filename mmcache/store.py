@@ -16,7 +16,7 @@ from torch import Tensor
 from mmcache.errors import ConfigError, EmbeddingError, RequestError, UnresolvedItemError
 from mmcache.fields import owns_memory
 from mmcache.integers import as_int
-from mmcache.planning import ItemStatus, PlannedItem, StepPlan
+from mmcache.planning import ItemStatus, PlannedItem, StepPlan, check_index
 from mmcache.staging import Event, staging_for
 
 __all__ = ["EmbeddingStore", "Embeddings", "StoreReport", "asked_for", "check_rows"]
@@ -63,6 +63,8 @@ class EmbeddingStore:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         try:
             self.device = torch.device(device)
+            if self.device.type == "meta":
+                raise RuntimeError("it holds no values")
             torch.empty(0, device=self.device)
         except (RuntimeError, TypeError, AssertionError) as error:  # torch asserts that it was built for the device
             raise ConfigError(
@@ -175,9 +177,10 @@ class EmbeddingStore:
 
         Raises:
             UnresolvedItemError: the plan does not need the item, or nobody has provided its rows.
-            RequestError: it is no plan.
+            RequestError: it is no plan, or its request has no such item.
         """
         _check_plan(plan)
+        index = check_index(plan.request_id, index, plan.num_items)
         item: PlannedItem | None = next((item for item in plan.items if item.index == index), None)
         rows = None if item is None else self.get(item.handle)
         if rows is None:

@@ -166,6 +166,19 @@ def test_holders_of_an_entry_keep_it_when_another_row_count_replaces_it(make: An
 
 
 @both_forms
+def test_a_content_in_flight_with_other_rows_is_encoded_once_for_a_request_that_has_it_twice(make: Any) -> None:
+    cache = make()
+    first = cache.lookup(one_image("r1", "a", 4), num_computed_tokens=0)
+    twice = cache.lookup(request("r2", 20, images((0, 5), (10, 5), ids="aa")), num_computed_tokens=0)
+    assert (first.missing, twice.missing) == ((0,), (0,))
+    assert [twice.status(index) for index in (0, 1)] == [MISSING, MISSING]
+    assert (twice.plan.bytes.transfer, twice.plan.bytes.stored) == (32, 32)
+    assert fill(cache, twice) == ["a"]
+    check_merge(twice)
+    assert cache.stats().encodes == 1
+
+
+@both_forms
 def test_two_row_counts_in_flight_do_not_mix(make: Any) -> None:
     cache = make()
     first = cache.lookup(one_image("r1", "a", 4), num_computed_tokens=0)

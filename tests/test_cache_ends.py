@@ -15,6 +15,7 @@ from cache_forms import both_forms, check_merge, fill, one_image, step
 
 from mmcache import (
     CacheConfig,
+    ConfigError,
     FieldConfig,
     Lookup,
     MergePlan,
@@ -203,6 +204,25 @@ def test_a_request_that_waits_gives_up_its_pins_when_its_step_ends(make: Any) ->
 
 
 @both_forms
+@pytest.mark.parametrize("who", ["owner", "waiter"])
+def test_a_request_that_waits_keeps_no_rows_that_arrive_after_it_was_announced(make: Any, who: str) -> None:
+    """It is preempted while its step still runs: what that encodes, or joins, is droppable once the step has ended."""
+    cache = make(rows=4)
+    req, other = one_image("r", "a"), one_image("s", "a")
+    owner = cache.lookup(req if who == "owner" else other, num_computed_tokens=0)
+    waiter = cache.lookup(other if who == "owner" else req, num_computed_tokens=0)
+    cache.announce(req)
+    fill(cache, owner)
+    for lookup in (owner, waiter):
+        check_merge(lookup)
+        lookup.release()
+    cache.finish(other)
+    assert cache.stats().pinned_bytes == 0
+    assert step(cache, one_image("third", "b")) == ["b"]
+    assert cache.stats().uncached == {}
+
+
+@both_forms
 def test_finish_ends_open_lookups(make: Any) -> None:
     cache = make()
     lookup = cache.lookup(one_image("r", "a"), num_computed_tokens=0)
@@ -248,6 +268,28 @@ def test_an_encode_that_began_before_does_not_publish(make: Any) -> None:
         lookup.release()
         cache.finish(lookup.request)
     assert cache.stats().used_bytes == cache.held_bytes() == 4 * ROW_BYTES
+
+
+@both_forms
+@pytest.mark.parametrize("identifier", [5, True, b"a", ["a"]], ids=range(4))
+def test_a_content_is_invalidated_by_its_identifier(make: Any, identifier: Any) -> None:
+    cache = make()
+    step(cache, one_image("r1", "a"))
+    with pytest.raises(RequestError, match="identifier"):
+        cache.invalidate(identifier=identifier)
+    assert cache.stats().epoch == 0
+    assert step(cache, one_image("r2", "a")) == []
+
+
+@pytest.mark.parametrize("namespace", [5, True, b"", ["m"]], ids=range(4))
+def test_another_namespace_is_a_name_too(namespace: Any) -> None:
+    cache = MultimodalCache(CacheConfig(capacity_bytes=1 << 20, namespace="m"))
+    with pytest.raises(ConfigError, match="namespace"):
+        cache.invalidate(namespace=namespace)
+    cache.invalidate(namespace="other")
+    assert cache.stats().epoch == 0
+    cache.invalidate(namespace="m")
+    assert cache.stats().epoch == 1
 
 
 @both_forms

@@ -11,12 +11,14 @@ import pytest
 import torch
 from builders import ROW_BYTES, WIDTH, images, request, rows_of
 from tier_caches import flush, learn, make, one_image, one_item, step
-from tier_faults import FaultyTier
+from tier_faults import FaultyTier, LateTier
 from tier_helpers import until
 
 from mmcache import (
     CacheEvent,
+    ConfigError,
     Namespace,
+    WaitTimeoutError,
 )
 from mmcache.tiers import DiskTier, MemoryTier
 
@@ -215,6 +217,48 @@ def test_listeners_learn_what_is_stored_and_removed_in_order() -> None:
     stop()
     step(cache, one_image("r3", "c"))
     assert len(events) == 5
+    cache.close()
+
+
+def test_one_may_listen_twice_and_end_it_once() -> None:
+    cache = make(rows=4)
+    events: list[CacheEvent] = []
+    stop, _ = cache.subscribe(events.append), cache.subscribe(events.append)
+    step(cache, one_image("r1", "a"))
+    stop()
+    stop()
+    step(cache, one_image("r2", "b"))
+    assert [(event.kind, event.identifier) for event in events] == [
+        *[("stored", "a")] * 2, ("removed", "a"), ("stored", "b")
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="listener"):
+        cache.subscribe(None)  # type: ignore[arg-type]
+
+
+def test_who_waits_for_a_tier_beyond_the_lease_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody takes over from a tier, whose own deadline ends its turn: there is nothing to look at again and again."""
+    tier = LateTier(MemoryTier(1 << 20))
+    cache = make(tier, rows=4, lease_seconds=1e-9, tier_deadline=600.0)
+    step(cache, one_image("r1", "a"))
+    flush(cache)
+    step(cache, one_image("r2", "b"))
+    tier.gate.clear()
+    lookup = cache.lookup(one_image("r3", "a"), num_computed_tokens=0)
+    assert lookup.in_flight == (0,)
+    pauses: list[float | None] = []
+    wait = threading.Event.wait
+
+    def noted(event: threading.Event, timeout: float | None = None) -> bool:
+        if threading.current_thread() is threading.main_thread():
+            pauses.append(timeout)
+        return wait(event, timeout)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Event, "wait", noted)
+        with pytest.raises(WaitTimeoutError):
+            lookup.wait(0.05)
+    assert 0 < len(pauses) < 10
+    tier.gate.set()
     cache.close()
 
 

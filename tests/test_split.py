@@ -53,6 +53,40 @@ def test_an_entry_lost_in_the_middle_of_a_request_is_encoded_once_more_for_all()
     assert cache.stats().used_bytes == cache.held_bytes() == 4 * ROW_BYTES
 
 
+@pytest.mark.parametrize("rows", [5, 11, 12])
+def test_what_a_worker_lost_takes_no_room_from_what_is_encoded_anew(rows: int) -> None:
+    """All that is lost goes first: it is neither evicted once more, nor in the way of those that need it again."""
+    cache = SplitEngine(CacheConfig(capacity_bytes=rows * ROW_BYTES, row_bytes={"image": ROW_BYTES}))
+    lookup = cache.lookup(one_image("r", "d", 5), num_computed_tokens=0)
+    fill(cache, lookup)
+    other = one_image("s", "e", 6)
+    step(cache, other)
+    cache.finish(other)
+    cache.restart_worker()
+    assert lookup.missing == (0,)
+    assert cache.ledger.poll(lookup.plan).mine == (0,)
+    cache.ledger.check()
+    fill(cache, lookup)
+    check_merge(lookup)
+    stats = cache.stats()
+    assert (stats.uncached, stats.evictions) == ({} if rows > 5 else {"larger than the budget": 1}, {})
+    assert (stats.lost, stats.used_bytes) == (2 if rows > 5 else 1, 5 * ROW_BYTES)
+
+
+@pytest.mark.parametrize("handles", [None, 5, "12", ["1"], [[]], [1.5], [True]], ids=range(7))
+def test_a_report_of_what_are_no_handles_is_refused_and_changes_nothing(handles: Any) -> None:
+    ledger = EncoderLedger(1 << 20, "lru")
+    plan = ledger.plan(one_image("r", "a"), num_computed_tokens=0)
+    ledger.settle(plan, {0: 4 * ROW_BYTES})
+    before = ledger.stats()
+    for held, lost in (((), handles), *([(handles, ())] if handles is not None else [])):
+        with pytest.raises(RequestError, match="handles"):
+            ledger.reconcile("start", held, lost)
+    assert ledger.stats() == before
+    ledger.reconcile("start", None, torch.tensor([plan.items[0].handle]))
+    assert ledger.refresh(plan).missing == (0,)
+
+
 def test_an_entry_evicted_and_admitted_within_one_step_is_not_dropped() -> None:
     cache = SplitEngine(CacheConfig(capacity_bytes=4 * ROW_BYTES, row_bytes={"image": ROW_BYTES}))
     for name in "abab":
@@ -244,6 +278,26 @@ def test_a_ledger_without_a_policy_is_refused(policy: Any) -> None:
 def test_a_ledger_s_capacity_is_a_number_of_bytes(capacity: Any) -> None:
     with pytest.raises(ConfigError, match="capacity_bytes"):
         EncoderLedger(capacity, "lru")
+
+
+@pytest.mark.parametrize(
+    "row_bytes",
+    [{"image": -16}, {"image": 0}, {"image": True}, {"image": "x"}, {"image": 1.5}, {1: 16}, [1], "image"],
+    ids=range(8),
+)
+def test_bytes_of_rows_are_positive_integers_by_modality(row_bytes: Any) -> None:
+    with pytest.raises(ConfigError, match="row_bytes"):
+        EncoderLedger(1000, "lru", row_bytes=row_bytes)
+    with pytest.raises(ConfigError, match="row_bytes"):
+        CacheConfig(capacity_bytes=1000, row_bytes=row_bytes)
+
+
+@pytest.mark.parametrize("lease", [0, -1.0, float("nan"), True, "1", None])
+def test_a_lease_is_a_time(lease: Any) -> None:
+    with pytest.raises(ConfigError, match="lease_seconds"):
+        EncoderLedger(1000, "lru", lease_seconds=lease)
+    with pytest.raises(ConfigError, match="lease_seconds"):
+        CacheConfig(capacity_bytes=1000, lease_seconds=lease)
 
 
 @pytest.mark.parametrize("step", [None, 7, "r", ("r", 1)])

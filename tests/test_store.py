@@ -11,6 +11,7 @@ from builders import ROW_BYTES, images, request, rows_of
 
 from mmcache import (
     CacheConfig,
+    ConfigError,
     EmbeddingError,
     EmbeddingStore,
     MultimodalCache,
@@ -132,6 +133,22 @@ def test_a_sequence_that_is_not_one_of_what_is_missing_is_refused(given: Any) ->
     with pytest.raises(EmbeddingError, match="'r'"):
         store.put_planned(plan, given)
     assert len(store) == 0
+
+
+@pytest.mark.parametrize("index", [True, "x", -1, 2, 1.0, None], ids=range(6))
+def test_rows_are_those_of_an_item(index: Any) -> None:
+    cache = MultimodalCache(CacheConfig(capacity_bytes=1 << 20))
+    plan = cache.lookup(request("r", 20, images((1, 4), (8, 4))), num_computed_tokens=0).plan
+    store = EmbeddingStore()
+    store.put_planned(plan, [rows_of("a", 4), rows_of("b", 4)])
+    with pytest.raises(RequestError, match="'r'"):
+        store.rows(plan, index)
+    assert torch.equal(store.rows(plan, torch.tensor(1)), rows_of("b", 4))  # type: ignore[arg-type]
+
+
+def test_a_device_holds_values() -> None:
+    with pytest.raises(ConfigError, match="meta"):
+        EmbeddingStore("meta")
 
 
 @pytest.mark.parametrize("rows", ["x", None, [[1.0]], 7])

@@ -252,8 +252,14 @@ class MultimodalCache:
             namespace: forget only if this is the cache's namespace; None means it is.
             identifier: forget this content alone.
             prefix: clear the prefix index as well.
+
+        Raises:
+            ConfigError: the namespace is none.
+            RequestError: the identifier is none.
         """
         self._release_forgotten()
+        if namespace is not None and not isinstance(namespace, (str, Namespace)):
+            raise ConfigError("a namespace is a name or a Namespace", field="namespace", found=repr(namespace))
         if namespace is not None and namespace != self.config.namespace:
             return
         with self._tiers.forgetting(identifier) if self._tiers is not None else nullcontext():
@@ -275,6 +281,9 @@ class MultimodalCache:
 
         Returns:
             A function that ends the subscription.
+
+        Raises:
+            ConfigError: the listener cannot be called.
         """
         return self._events.subscribe(listener)
 

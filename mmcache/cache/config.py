@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from numbers import Real
 
 import torch
 
 from mmcache.errors import ConfigError
-from mmcache.integers import as_int
+from mmcache.ledger.checks import check_least, check_period, check_row_bytes
 from mmcache.namespaces import Namespace
 from mmcache.policies import EvictionPolicy, as_policy
 
@@ -50,31 +49,16 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         for name, least in (("capacity_bytes", 0), ("block_size", 1), ("prefix_blocks", 0), ("write_behind_bytes", 0)):
-            object.__setattr__(self, name, _at_least(least, getattr(self, name), name))
-        if not isinstance(self.row_bytes, Mapping):
-            raise ConfigError("bytes of a row, by modality", field="row_bytes", found=type(self.row_bytes).__name__)
-        for modality in self.row_bytes:
-            if not isinstance(modality, str):
-                raise ConfigError("a modality is a name", field="row_bytes", found=repr(modality))
-        sizes = {modality: _at_least(1, size, f"row_bytes[{modality!r}]") for modality, size in self.row_bytes.items()}
-        object.__setattr__(self, "row_bytes", sizes)
+            object.__setattr__(self, name, check_least(least, getattr(self, name), name))
+        object.__setattr__(self, "row_bytes", check_row_bytes(self.row_bytes))
         as_policy(self.policy)  # raises where it is none
         if not isinstance(self.namespace, (str, Namespace)):
             raise ConfigError(
                 "a namespace is a name or a Namespace", field="namespace", found=type(self.namespace).__name__
             )
         for name in ("lease_seconds", "tier_deadline"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
-                raise ConfigError(f"{name} is a number > 0", field=name, found=repr(value))
+            check_period(getattr(self, name), name)
         try:
             object.__setattr__(self, "device", torch.device(self.device))
         except (RuntimeError, TypeError):
             raise ConfigError("no device of torch's", field="device", found=repr(self.device)) from None
-
-
-def _at_least(least: int, value: object, name: str) -> int:
-    number = as_int(value)
-    if number is None or number < least:
-        raise ConfigError(f"{name} is an integer >= {least}", field=name, found=repr(value))
-    return number

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from mmcache.errors import ConfigError
+
 __all__ = ["CacheEvent", "EventBus", "Listener"]
 
 _log = logging.getLogger("mmcache.cache")
@@ -45,7 +47,7 @@ class EventBus:
 
     def __init__(self) -> None:
         self.errors = 0
-        self._listeners: list[Listener] = []
+        self._listeners: dict[object, Listener] = {}
         self._events: deque[CacheEvent] = deque()
         self._delivering = threading.Lock()
 
@@ -53,12 +55,18 @@ class EventBus:
         return bool(self._listeners)
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Call `listener` with every event from now on; returns a function that ends that."""
-        self._listeners.append(listener)
+        """Call `listener` with every event from now on; returns a function that ends that.
+
+        Raises:
+            ConfigError: it cannot be called.
+        """
+        if not callable(listener):
+            raise ConfigError("a listener is called with events", expected="a callable", found=repr(listener))
+        key = object()  # one may listen twice, and end it once
+        self._listeners[key] = listener
 
         def unsubscribe() -> None:
-            if listener in self._listeners:
-                self._listeners.remove(listener)
+            self._listeners.pop(key, None)
 
         return unsubscribe
 
@@ -72,7 +80,7 @@ class EventBus:
             try:
                 while self._events:
                     event = self._events.popleft()
-                    for listener in list(self._listeners):
+                    for listener in list(self._listeners.values()):
                         self._tell(listener, event)
             finally:
                 self._delivering.release()

@@ -137,6 +137,11 @@ class Budget:
         self._release(entry)
         self.drops.append(entry)  # other workers may still have it
 
+    def take_drops(self) -> list[Entry]:
+        """What workers have to drop; they are told once."""
+        drops, self.drops = self.drops, []
+        return drops
+
     def _release(self, entry: Entry) -> None:
         self.used -= entry.nbytes
         entry.nbytes = 0

@@ -1,36 +1,62 @@
-"""What must hold: of sizes and costs that are reported, and of the ledger's books after every step."""
+"""What must hold of settings, and of sizes and costs that are reported."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 from numbers import Real
 
-from mmcache.errors import ConfigError, EmbeddingError, MMCacheError, WindowError
+from mmcache.errors import ConfigError, EmbeddingError, WindowError
 from mmcache.integers import as_int
 from mmcache.items import MultimodalRequest
-from mmcache.ledger.records import GONE, READY, RESERVED, Entry, Session, Ticket
+from mmcache.ledger.records import Ticket
 from mmcache.ledger.table import EntryTable
 from mmcache.planning import StepPlan, check_window, needed_items
 
 __all__ = [
-    "check_books",
-    "check_capacity",
+    "check_least",
     "check_length",
+    "check_period",
     "check_report",
+    "check_row_bytes",
     "check_seconds",
+    "check_settings",
     "check_shrink",
     "check_sizes",
 ]
 
 
-def check_capacity(capacity_bytes: object) -> int:
-    """The budget. Raise ConfigError unless it is an integer >= 0."""
-    number = as_int(capacity_bytes)
-    if number is None or number < 0:
-        raise ConfigError("capacity_bytes is an integer >= 0", field="capacity_bytes", found=repr(capacity_bytes))
+def check_settings(
+    capacity_bytes: object, row_bytes: object, lease_seconds: object
+) -> tuple[int, dict[str, int], float]:
+    """A ledger's budget, bytes of rows and lease. Raise ConfigError where one of them is none."""
+    capacity = check_least(0, capacity_bytes, "capacity_bytes")
+    return capacity, check_row_bytes(row_bytes), check_period(lease_seconds, "lease_seconds")
+
+
+def check_least(least: int, value: object, name: str) -> int:
+    """The setting of that name. Raise ConfigError unless it is an integer, and not less than that."""
+    number = as_int(value)
+    if number is None or number < least:
+        raise ConfigError(f"{name} is an integer >= {least}", field=name, found=repr(value))
     return number
+
+
+def check_row_bytes(row_bytes: object) -> dict[str, int]:
+    """Bytes of a row by modality. Raise ConfigError where a modality is no name, or a size no integer >= 1."""
+    if not isinstance(row_bytes, Mapping):
+        raise ConfigError("bytes of a row, by modality", field="row_bytes", found=type(row_bytes).__name__)
+    for modality in row_bytes:
+        if not isinstance(modality, str):
+            raise ConfigError("a modality is a name", field="row_bytes", found=repr(modality))
+    return {modality: check_least(1, size, f"row_bytes[{modality!r}]") for modality, size in row_bytes.items()}
+
+
+def check_period(value: object, name: str) -> float:
+    """The setting of that name, in seconds. Raise ConfigError unless it is a number > 0."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
+        raise ConfigError(f"{name} is a number > 0", field=name, found=repr(value))
+    return float(value)
 
 
 def check_length(request: MultimodalRequest, num_computed_tokens: int) -> int:
@@ -123,41 +149,3 @@ def check_report(table: EntryTable, ticket: Ticket, sizes: Mapping[int, int]) ->
                 expected=f"{expected} bytes for {rows} rows",
                 found=nbytes,
             )
-
-
-def check_books(table: EntryTable, sessions: Iterable[Session]) -> None:
-    """Raise MMCacheError, naming the account, where sums and references do not agree with the entries themselves."""
-    budget = table.budget
-    entries = list(budget.entries.values())
-    pins: Counter[Entry] = Counter()
-    users: Counter[Entry] = Counter()
-    for session in sessions:
-        pins.update(list(session.held))
-        for ticket in session.tickets:
-            _expect("a released lookup is listed", ticket.released, False)
-            users.update({e: 1 for e in ticket.entries.values() if e is not None and e.state is READY and not e.cached})
-            for entry in ticket.entries.values():
-                if entry is not None:
-                    _expect(f"entry {entry.handle} is gone but used", entry.state is GONE, False)
-    for entry in entries:
-        _expect(f"pins of entry {entry.handle}", entry.pins, pins[entry])
-        if entry.state is READY and not entry.cached:
-            _expect(f"users of uncached entry {entry.handle}", entry.users, users[entry])
-        if entry.state is RESERVED:
-            lookups = [t for t in (entry.owner, *entry.waiters) if t is not None]
-            _expect(f"released lookups at entry {entry.handle}", [t.plan_id for t in lookups if t.released], [])
-        if not entry.detached:
-            _expect(f"entry {entry.handle} can be found", entry.scope.get(entry.identifier) is entry, True)
-    for scope in table.scopes.values():
-        for entry in scope.values():
-            _expect(f"entry {entry.handle} is known by its handle", budget.entries.get(entry.handle) is entry, True)
-    fixed = sum(e.nbytes for e in entries if e.pins or e.state is RESERVED)
-    _expect("bytes used", budget.used, sum(e.nbytes for e in entries))
-    _expect("bytes pinned or reserved", budget.fixed, fixed)
-    _expect("bytes used are within the budget", 0 <= budget.used <= budget.capacity, True)
-    _expect("bytes of uncached entries", sum(e.nbytes for e in entries if not e.cached), 0)
-
-
-def _expect(what: str, found: object, expected: object) -> None:
-    if found != expected:
-        raise MMCacheError(f"the ledger's books do not balance: {what}", found=repr(found), expected=repr(expected))

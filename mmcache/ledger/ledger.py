@@ -8,8 +8,9 @@ import uuid
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 from mmcache.items import MultimodalRequest
+from mmcache.ledger.books import check_books
 from mmcache.ledger.budget import Budget
-from mmcache.ledger.checks import check_books, check_capacity, check_length, check_report, check_shrink, check_sizes
+from mmcache.ledger.checks import check_length, check_report, check_settings, check_shrink, check_sizes
 from mmcache.ledger.loads import TierLoads
 from mmcache.ledger.records import Entry, PinnedMatch, Session, Ticket
 from mmcache.ledger.sessions import Sessions, id_of
@@ -61,11 +62,12 @@ class EncoderLedger:
             clock: monotonic seconds.
 
         Raises:
-            ConfigError: `capacity_bytes` is no integer >= 0, or there is no such policy.
+            ConfigError: a capacity, bytes of a row, a lease or a policy that cannot be.
         """
         self.ledger_id = uuid.uuid4().hex
-        self.budget = Budget(check_capacity(capacity_bytes), as_policy(policy))
-        self._table = EntryTable(self.budget, row_bytes or {}, lease_seconds, split_by_adapter, clock)
+        capacity, sizes, lease = check_settings(capacity_bytes, row_bytes or {}, lease_seconds)
+        self.budget = Budget(capacity, as_policy(policy))
+        self._table = EntryTable(self.budget, sizes, lease, split_by_adapter, clock)
         self.counts = self._table.counts
         self._sessions = Sessions(self.budget)
         self._workers = Workers(self.ledger_id)
@@ -175,7 +177,7 @@ class EncoderLedger:
     def _send(self, ticket: Ticket) -> StepPlan:
         with self._lock:
             self._workers.send(ticket)
-            drop = tuple(entry.handle for entry in self._take_drops())
+            drop = tuple(entry.handle for entry in self.budget.take_drops())
             ticket.plan = plan_of(self.ledger_id, ticket, decision_of(ticket, self.epoch), drop)
             return ticket.plan
 
@@ -188,8 +190,8 @@ class EncoderLedger:
 
     def cut(self, ticket: Ticket, num_scheduled_tokens: int) -> None:
         """`shrink`, of a lookup: what only the cut tokens needed is given up, as if never asked for."""
-        end, (first, later, needed) = check_shrink(ticket, num_scheduled_tokens)
         with self._lock:
+            end, (first, later, needed) = check_shrink(ticket, num_scheduled_tokens)
             ticket.first, ticket.later, ticket.end, ticket.plan, ticket.decided = first, later, end, None, None
             self._sessions.shrink(ticket, self._table.shrink(ticket, needed))
         self._wake()
@@ -209,7 +211,7 @@ class EncoderLedger:
                 entry = ticket.entries.get(index)
                 if entry is not None and entry.owner is ticket:
                     self._table.size(entry, nbytes, may_evict=True)
-            return self._take_drops()
+            return self.budget.take_drops()
 
     def settle(self, step: Step, sizes: Mapping[int, int], seconds: float | None = None) -> None:
         """The rows of these items are stored under the handles of their entries: whoever waits has them now.
@@ -249,7 +251,9 @@ class EncoderLedger:
             self._close(ticket)
             session = ticket.session
             del session.tickets[ticket]
-            if session.passed:
+            if session.request_id in self._line.positions:
+                self._sessions.wait(session.request_id)  # rows that came after it was announced are pinned as well
+            elif session.passed:
                 self._sessions.let_go(session)
         finally:
             self._lock.release()
@@ -290,8 +294,7 @@ class EncoderLedger:
         """
         request_id = id_of(request)
         with self._lock:
-            if self._line.positions:
-                self._line.withdraw(request_id)
+            self._line.withdraw(request_id)
             session = self._sessions.pop(request_id, None)
             open_tickets = [] if session is None else list(session.tickets)
             for ticket in open_tickets:
@@ -355,22 +358,19 @@ class EncoderLedger:
             held: all handles that it holds; None with an epoch that the ledger knows.
             lost: handles that plans called stored and that it does not hold.
             worker: which worker reports.
+
+        Raises:
+            RequestError: they are no handles; nothing has changed then.
         """
         with self._lock:
-            for entry in self._workers.lost(self.budget.entries, worker, worker_epoch, held, lost):
-                self._table.lose(entry, self._sessions.drop(entry))
+            gone = self._workers.lost(self.budget.entries, worker, worker_epoch, held, lost)
+            self._table.lose([(entry, self._sessions.drop(entry)) for entry in gone])
         self._wake()
 
     def take_drops(self) -> list[Entry]:
         """Entries whose rows workers have to drop; they are told once."""
         with self._lock:
-            return self._take_drops()
-
-    def _take_drops(self) -> list[Entry]:
-        drops, self.budget.drops = self.budget.drops, []
-        return drops
-
-    # -- waiting -------------------------------------------------------------------------------------------------------
+            return self.budget.take_drops()
 
     def poll(self, step: Step) -> Progress:
         """What has changed for the lookup or plan since the last time; takes over from owners beyond their lease."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf
 
+from mmcache.errors import RequestError
 from mmcache.items import MultimodalRequest
 from mmcache.ledger.budget import Budget
 from mmcache.ledger.records import READY, RESERVED, Entry, Scope, Ticket
@@ -163,7 +165,10 @@ class EntryTable:
         """The content is known with another number of rows, or from another modality's encoder: never serve it."""
         self.counts["stale"] += 1
         if entry.state is RESERVED:
-            # Somebody encodes it as the other: whichever is wrong fails on its own, not both.
+            # Somebody encodes it as the other: whichever is wrong fails on its own, not both. Once for all its places.
+            for own in ticket.unsettled or ():
+                if own.owner is ticket and own.scope is scope and own.identifier == entry.identifier:
+                    return own
             return self.reserve(ticket, scope, index, listed=False)
         self.detach(entry, "stale")
         return self.reserve(ticket, scope, index)
@@ -187,8 +192,8 @@ class EntryTable:
         return entry.owner is not None and self._clock() - entry.since > self._lease_seconds
 
     def lease_left(self, entry: Entry) -> float:
-        """Seconds until a waiter may take over."""
-        return max(0.0, self._lease_seconds - (self._clock() - entry.since))
+        """Seconds until a waiter may take over; of what a tier loads nobody does: the tier's own deadline ends that."""
+        return inf if entry.owner is None else max(0.0, self._lease_seconds - (self._clock() - entry.since))
 
     def take_over_expired(self, entry: Entry) -> None:
         """The owner exceeded its lease: the first waiter encodes."""
@@ -292,7 +297,13 @@ class EntryTable:
         return dropped
 
     def invalidate(self, identifier: str | None) -> None:
-        """Forget one content, or everything, and begin a new epoch; other weights may have other widths as well."""
+        """Forget one content, or everything, and begin a new epoch; other weights may have other widths as well.
+
+        Raises:
+            RequestError: the content is not named by a string.
+        """
+        if identifier is not None and not isinstance(identifier, str):
+            raise RequestError("a content is named by its identifier", expected="a string", found=repr(identifier))
         self.epoch += 1
         for scope in self.scopes.values():
             listed = list(scope.values()) if identifier is None else [e for e in (scope.get(identifier),) if e]
@@ -338,21 +349,27 @@ class EntryTable:
         heir.mine = [*(heir.mine or ()), new]
         self.woken.append(heir)
 
-    def lose(self, entry: Entry, users: Iterable[Ticket]) -> None:
-        """Workers no longer have a ready entry: who needs it now encodes it anew, one for all."""
-        self.counts["lost"] += 1
-        self._unlist(entry)
-        for ticket in users:
-            self._keep(ticket)
-            ticket.session.held.pop(entry, None)
-            for index, other in ticket.entries.items():
-                if other is not entry:
-                    continue
-                new = ticket.entries[index] = self._obtain(ticket, entry.scope, index)
-                if new.owner is ticket and new not in (ticket.mine or ()):
-                    ticket.mine = [*(ticket.mine or ()), new]
-                    self.woken.append(ticket)
-        self.budget.lose(entry)
+    def lose(self, lost: Sequence[tuple[Entry, Sequence[Ticket]]]) -> None:
+        """Workers no longer have these ready entries: the lookups that use one encode it anew, one for all.
+
+        All go before any is taken anew: they need no room any more, and there is nothing of them to evict.
+        """
+        for _, users in lost:
+            for ticket in users:
+                self._keep(ticket)
+        for entry, _ in lost:
+            self.counts["lost"] += 1
+            self._unlist(entry)
+            self.budget.lose(entry)
+        for entry, users in lost:
+            for ticket in users:
+                for index, other in ticket.entries.items():
+                    if other is not entry:
+                        continue
+                    new = ticket.entries[index] = self._obtain(ticket, entry.scope, index)
+                    if new.owner is ticket and new not in (ticket.mine or ()):
+                        ticket.mine = [*(ticket.mine or ()), new]
+                        self.woken.append(ticket)
 
     def _unlist(self, entry: Entry) -> None:
         if not entry.detached:

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import TypeAlias
 
 from mmcache.errors import ReleasedError, RequestError
+from mmcache.integers import as_int
 from mmcache.ledger.records import READY, Entry, Ticket
 from mmcache.planning import StepPlan
 
@@ -68,12 +69,26 @@ class Workers:
         held: Iterable[int] | None,
         lost: Iterable[int],
     ) -> list[Entry]:
-        """Ready entries that a worker, by its report, does not hold, in the order of their admission."""
-        gone = {handle for handle in lost if handle in entries and entries[handle].state is READY}
-        if held is not None:
-            kept = frozenset(held)
+        """Ready entries that a worker, by its report, does not hold, in the order of their admission.
+
+        Raises:
+            RequestError: it names what are no handles.
+        """
+        kept = None if held is None else _handles(held, "held")
+        gone = {handle for handle in _handles(lost, "lost") if handle in entries and entries[handle].state is READY}
+        if kept is not None:
             gone.update(h for h, entry in entries.items() if entry.state is READY and h not in kept)
         elif self._epochs.get(worker, epoch) != epoch:
             gone.update(h for h, entry in entries.items() if entry.state is READY)
         self._epochs[worker] = epoch
         return [entries[handle] for handle in sorted(gone)]
+
+
+def _handles(handles: object, name: str) -> frozenset[int]:
+    """What a worker says it holds or lacks. Raise RequestError unless they are integers."""
+    if isinstance(handles, Iterable) and not isinstance(handles, (str, bytes)):
+        given = list(handles)
+        numbers = [as_int(handle) for handle in given]
+        if None not in numbers:
+            return frozenset(number for number in numbers if number is not None)
+    raise RequestError("a worker names handles", field=name, expected="integers", found=repr(handles)[:80])
