@@ -27,6 +27,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(f"tests are named by values, not by addresses: {named_by_address}")
 
 
+@pytest.fixture(scope="module", params=["payload first", "step first"])
+def order(request: pytest.FixtureRequest) -> Iterator[str]:
+    """What a sender does first: a module that uses this runs its tests as with little payload and as with much."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "step first":
+            patch.setattr("mmcache.ipc.payload._LARGE", 0)
+        yield request.param
+
+
 @pytest.fixture(scope="module", params=["compiled", "NumPy"])
 def copies(request: pytest.FixtureRequest) -> Iterator[str]:
     """Who moves rows: a module that uses this runs its tests with the compiled part and without."""

@@ -14,6 +14,8 @@ from mmcache.fields import ItemFields
 from mmcache.ipc import Arena
 from mmcache.items import MultimodalItem, MultimodalRequest
 
+pytestmark = pytest.mark.usefixtures("order")
+
 
 @pytest.fixture
 def scheduler() -> Iterator[Scheduler]:

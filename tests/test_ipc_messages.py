@@ -295,7 +295,7 @@ def test_every_cut_of_a_message_is_refused() -> None:
 def test_another_version_is_refused_by_name() -> None:
     _, theirs = channel()
     receiver = Receiver(theirs, "w")
-    theirs.inbox.append(b"mmc\x02" + bytes(60))
+    theirs.inbox.append(b"mmc\x01" + bytes(60))
     with pytest.raises(MessageError, match="version"):
         receiver.next()
 

@@ -32,8 +32,9 @@ CONTEXT.set_forkserver_preload(["ipc_worker"])
 class Engine:
     """A scheduler with worker processes; steps are under way at the same time."""
 
-    def __init__(self, seed: int, contents: int) -> None:
+    def __init__(self, seed: int, contents: int, patch: pytest.MonkeyPatch) -> None:
         self.rng = random.Random(seed)
+        self.patch = patch
         # Room for all payload, so that each content is written once; for few rows, so that some are dropped.
         self.arena = Arena(2 * contents * CONTENT_BYTES)
         self.sender = Sender(self.arena)
@@ -86,6 +87,8 @@ class Engine:
             plan = self.ledger.plan(request, num_computed_tokens=computed, num_scheduled_tokens=scheduled)
             self.moved |= {int(request.items[index].identifier) for index in plan.missing}
             parts.append((request, plan))
+        # Some steps go out before their payload, as if it were large, and some after it.
+        self.patch.setattr("mmcache.ipc.payload._LARGE", self.rng.choice([0, 1 << 20]))
         self.under_way[self.sender.send(parts)] = (parts, set(self.processes))
         self.steps += 1
 
@@ -134,8 +137,8 @@ class Engine:
         self.arena.close()
 
 
-def serve(count: int, seed: int, contents: int, kill_every: int) -> Engine:
-    engine = Engine(seed, contents)
+def serve(count: int, seed: int, contents: int, kill_every: int, patch: pytest.MonkeyPatch) -> Engine:
+    engine = Engine(seed, contents, patch)
     rng = engine.rng
     ready: list[MultimodalRequest] = []
     made = done = 0
@@ -168,8 +171,8 @@ def serve(count: int, seed: int, contents: int, kill_every: int) -> Engine:
 @pytest.mark.parametrize(
     "count", [pytest.param(1000, id="1000"), pytest.param(10_000, id="10000", marks=pytest.mark.slow)]
 )
-def test_random_requests_with_kills_resets_and_unruly_channels(count: int) -> None:
-    engine = serve(count, seed=count, contents=24, kill_every=250)
+def test_random_requests_with_kills_resets_and_unruly_channels(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = serve(count, seed=count, contents=24, kill_every=250, patch=monkeypatch)
     try:
         # Every tensor and every window was checked by the workers. Each content was written once, for all of them.
         assert engine.arena.stats().written == len(engine.moved) * CONTENT_BYTES

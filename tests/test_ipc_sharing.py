@@ -16,6 +16,8 @@ from mmcache.fields import FieldConfig, ItemFields
 from mmcache.ipc import Arena, Receiver, Sender
 from mmcache.items import MultimodalItem, MultimodalRequest, PlaceholderRange
 
+pytestmark = pytest.mark.usefixtures("order")
+
 BATCHED = FieldConfig.batched("image")
 TABLE = FieldConfig.shared("image", 1)
 KEPT = FieldConfig.batched("image", keep_on_cpu=True)

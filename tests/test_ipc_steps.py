@@ -16,6 +16,8 @@ from mmcache.ipc import Arena, Sender
 from mmcache.items import MultimodalItem, MultimodalRequest, PlaceholderRange
 from mmcache.planning import ItemStatus
 
+pytestmark = pytest.mark.usefixtures("order")
+
 
 @pytest.fixture
 def scheduler() -> Iterator[Scheduler]:

@@ -20,6 +20,8 @@ from mmcache.ledger import EncoderLedger
 from mmcache.policies import make_policy
 from mmcache.store import EmbeddingStore
 
+pytestmark = pytest.mark.usefixtures("order")
+
 
 @pytest.fixture
 def scheduler() -> Iterator[Scheduler]:

@@ -10,7 +10,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -89,6 +89,21 @@ class Arena:
             FieldError: a value cannot travel.
             ConfigError: key or kind cannot be hashed.
         """
+        region = self.reserve(key, fields, kind=kind, note=note)
+        try:
+            self.write(region)
+        except BaseException:
+            self.release(region)
+            raise
+        return region
+
+    def reserve(
+        self, key: Hashable, fields: Mapping[str, FieldValue], *, kind: Hashable = None, note: object = None
+    ) -> Region:
+        """As `hold`, but content that is not there only gets its place: nobody finds it before `write` has filled it.
+
+        Whoever is told of the place before may prepare to read it.
+        """
         if not isinstance(fields, Mapping):
             raise FieldError("content is fields by name", found=type(fields).__name__)
         if not isinstance(key, Hashable) or not isinstance(kind, Hashable):
@@ -106,11 +121,35 @@ class Arena:
         if found is not None:
             return found
         offsets = [offset for _, _, leaves in layout for _, _, offset in leaves]
-        region = self._write(end, zip(offsets, tensors))
-        region.fields, region.kind, region.note = layout, kind, note
-        region.sources = _identities(sources)
-        self._publish(key, region)
+        region = self._allocate(end)
+        GUARD.pack_into(self._view, region.offset - ALIGNMENT, 0, 0)  # whatever lay there: it is not written
+        region.key, region.fields, region.kind, region.note = key, layout, kind, note
+        region.unwritten = list(zip(offsets, tensors, sources))
         return region
+
+    def write(self, region: Region) -> None:
+        """Write what `reserve` gave a place, for all to find; nothing where it is written. The caller holds it.
+
+        Raises:
+            ReleasedError: nobody holds it, or the region is another arena's.
+        """
+        self._check_own(region)
+        _check_held(region)
+        unwritten = region.unwritten
+        if unwritten is None:
+            return
+        written = 0
+        for offset, tensor, _ in unwritten:
+            written += tensor.numel() * tensor.element_size()
+            write_tensor(self._address + region.offset + offset, tensor)
+        region.sources = _identities([source for _, _, source in unwritten])
+        region.unwritten = None
+        self._seal(region)
+        with self._lock:
+            self._writes += 1
+            self._written += written
+            self._drop(region.key)
+            self._index[region.key] = region
 
     def hold_bytes(self, parts: Sequence[bytes | memoryview]) -> Region:
         """Bytes that nobody else will ask for (a message), with one reference for the caller.
@@ -158,8 +197,7 @@ class Arena:
         """
         self._check_own(region)
         with self._lock:
-            if region.refs <= 0:
-                raise ReleasedError("a region is given back as often as it was held", found=f"serial {region.serial}")
+            _check_held(region)
             region.refs -= 1
             if region.refs:
                 return
@@ -236,30 +274,8 @@ class Arena:
         self.release(region)
         return None
 
-    def _write(self, end: int, parts: Iterable[tuple[int, Tensor]]) -> Region:
-        region = self._allocate(end)
-        written = 0
-        try:
-            for offset, tensor in parts:
-                written += tensor.numel() * tensor.element_size()
-                write_tensor(self._address + region.offset + offset, tensor)
-        except BaseException:
-            self.release(region)
-            raise
-        self._seal(region)
-        with self._lock:
-            self._writes += 1
-            self._written += written
-        return region
-
     def _seal(self, region: Region) -> None:
         GUARD.pack_into(self._view, region.offset - ALIGNMENT, region.serial, region.nbytes)
-
-    def _publish(self, key: Hashable, region: Region) -> None:
-        with self._lock:
-            self._drop(key)
-            region.key = key
-            self._index[key] = region
 
     def _drop(self, key: Hashable) -> None:
         region = self._index.pop(key, None)
@@ -314,6 +330,12 @@ class Arena:
         self._regions -= 1
         self._used -= size
         region.sources = ()
+        region.unwritten = None
+
+
+def _check_held(region: Region) -> None:
+    if region.refs <= 0:
+        raise ReleasedError("a region is given back as often as it was held", found=f"serial {region.serial}")
 
 
 def _footprint(nbytes: int) -> int:

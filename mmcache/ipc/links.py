@@ -30,21 +30,37 @@ class Links:
         self.messages = self.message_bytes = 0
         self.quarantine: list[tuple[int, list[Region]]] = []
 
-    def send_step(self, composer: Composer, bodies: Sequence[tuple[Peer, StepBody]]) -> None:
-        """Send a step to workers that have joined, and lend them what they read."""
+    def send_step(
+        self, composer: Composer, bodies: Sequence[tuple[Peer, StepBody]], ahead: bool = False
+    ) -> list[tuple[Peer, bytes]]:
+        """Send a step to workers that have joined, and lend them what they read.
+
+        Args:
+            composer: of the step.
+            bodies: workers and what they get.
+            ahead: whether payload is still to be written.
+
+        Returns:
+            What to `put` when all is written.
+        """
         composer.lend()
         frames = []
+        written = []
         session = self.session
         for peer, body in bodies:
             number = peer.sequence = peer.sequence + 1
             peer.sent[number] = Sent(composer.step, composer.parts, body.told, body.regions)
             peer.ended, peer.owed = [], body.owed
+            waits = ahead and peer.reads_payload
             if body.place:
-                frame = region_frame(Kind.STEP, session, peer.epoch, number, body.place)
+                frame = region_frame(Kind.STEP, session, peer.epoch, number, body.place, waits)
             else:
-                frame = inline_frame(Kind.STEP, session, peer.epoch, number, body.parts)
+                frame = inline_frame(Kind.STEP, session, peer.epoch, number, body.parts, waits)
             frames.append((peer, frame))
+            if waits:
+                written.append((peer, inline_frame(Kind.WRITTEN, session, peer.epoch, number)))
         self.put(frames)
+        return written
 
     def put(self, frames: Sequence[tuple[Peer, bytes]]) -> None:
         """Send each worker its frame; a channel that is broken ends the worker's epoch."""

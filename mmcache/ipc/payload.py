@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -16,13 +16,18 @@ from mmcache.ipc.arena import Arena
 from mmcache.ipc.delta import field_spec
 from mmcache.ipc.messages import FieldSpec, Payload, Piece
 from mmcache.ipc.regions import Region
-from mmcache.ipc.values import flatten, write_tensor
+from mmcache.ipc.values import flatten, is_plain, write_tensor
 from mmcache.items import MultimodalRequest
 from mmcache.planning import ItemStatus, StepPlan
 
-__all__ = ["Buffers", "Held", "give_back", "hold_payload", "missing_content", "needed_payload"]
+__all__ = ["Buffers", "Held", "Later", "give_back", "hold_payload", "missing_content", "needed_payload"]
+
+Later: TypeAlias = dict[Hashable, Region]
+"""What a step names in the arena and what is written when its workers have been told of it, by key."""
 
 _EMBEDS = "embeds"
+# From so many bytes on it takes less time to announce a step, write, and say so, than to write and then announce it.
+_LARGE = 1 << 20
 
 
 @dataclass(slots=True)
@@ -119,6 +124,7 @@ def hold_payload(
     indices: Sequence[int],
     supplied: Mapping[int, ItemFields],
     reap: Callable[[], bool],
+    later: Later | None = None,
 ) -> tuple[list[Held], list[int]]:
     """Hold the payload of these items.
 
@@ -128,6 +134,7 @@ def hold_payload(
         indices: which.
         supplied: fields that came later than the request, by item.
         reap: called when the arena is full; True if it has become less full.
+        later: gets what is large, which the caller writes; None: all is written at once.
 
     Returns:
         (held, missing): `missing` are the items whose content is nowhere.
@@ -139,7 +146,7 @@ def hold_payload(
     missing = []
     try:
         for index in indices:
-            one = _hold(arena, request, index, supplied.get(index), reap)
+            one = _hold(arena, request, index, supplied.get(index), reap, later)
             if one is None:
                 missing.append(index)
             else:
@@ -177,6 +184,7 @@ def _hold(
     index: int,
     supplied: ItemFields | None,
     reap: Callable[[], bool],
+    later: Later | None,
 ) -> Held | None:
     item = request.items[index]
     fields = item.fields if supplied is None else supplied
@@ -195,16 +203,18 @@ def _hold(
     kind = (item.placeholder.num_embeds, bool(shared))
     if not own and not shared:
         # It came without its content, or was stripped; perhaps the arena still has what somebody of its tenant gave.
+        if arena is not None and later:
+            _write_now(arena, key, later)
         region = None if arena is None else arena.find(key, kind=kind)
         if region is None:
             return None
         return Held(index, embeds, cast("tuple[FieldSpec, ...]", region.note), (HeldPiece({}, region),))
-    pieces = [HeldPiece(own, _put(arena, key, own, kind, specs, reap))] if own else []
+    pieces = [HeldPiece(own, _put(arena, key, own, kind, specs, reap, later))] if own else []
     for name, value in shared.items():
         # Written once for all that share the bits; those of a value on a device are unknown, so it is one by itself.
         bits = None if fields is None else fields.shared_value(name).key
         bits = id(value) if isinstance(bits, SharedValue) else bits
-        place = _put(arena, (salt, "shared", name, bits), {name: value}, None, None, reap)
+        place = _put(arena, (salt, "shared", name, bits), {name: value}, None, None, reap, later)
         pieces.append(HeldPiece({name: value}, place))
     return Held(index, embeds, specs, tuple(pieces))
 
@@ -216,15 +226,36 @@ def _put(
     kind: Hashable,
     note: object,
     reap: Callable[[], bool],
+    later: Later | None,
 ) -> Region | None:
     if arena is None:
         return None
+    if later:
+        _write_now(arena, key, later)  # the same content twice in a step: the second is compared with the first
     try:
-        return arena.hold(key, fields, kind=kind, note=note)
+        region = arena.reserve(key, fields, kind=kind, note=note)
     except ArenaFullError:
         if not reap():
             return None
+        try:
+            region = arena.reserve(key, fields, kind=kind, note=note)
+        except ArenaFullError:
+            return None
+    if region.unwritten is None:
+        return region
+    # What is not plain memory may yet turn out not to be readable: an error comes before anything is sent.
+    if later is not None and region.nbytes >= _LARGE and all(is_plain(tensor) for _, tensor, _ in region.unwritten):
+        later[key] = region
+        return region
     try:
-        return arena.hold(key, fields, kind=kind, note=note)
-    except ArenaFullError:
-        return None
+        arena.write(region)
+    except BaseException:
+        arena.release(region)
+        raise
+    return region
+
+
+def _write_now(arena: Arena, key: Hashable, later: Later) -> None:
+    region = later.pop(key, None)
+    if region is not None:
+        arena.write(region)

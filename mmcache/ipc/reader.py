@@ -38,7 +38,7 @@ class ArenaReader:
         Raises:
             MessageError: the region is not there (any more).
         """
-        self._check(offset, nbytes, serial)
+        self.check(offset, nbytes, serial)
         return self._segment.view[offset : offset + nbytes]
 
     def block(self, offset: int, nbytes: int, serial: int, on_last: Callable[[], None]) -> Tensor:
@@ -55,16 +55,29 @@ class ArenaReader:
         Raises:
             MessageError: as `view`.
         """
-        self._check(offset, nbytes, serial)
+        self.check(offset, nbytes, serial)
+        return self.array_ahead(offset, nbytes, on_last)
+
+    def array_ahead(self, offset: int, nbytes: int, on_last: Callable[[], None]) -> Bytes:
+        """As `array`, of a region that may not be written yet: `check` it before anything is read.
+
+        Raises:
+            MessageError: it lies outside the arena.
+        """
+        self._check_bounds(offset, nbytes)
         array = self._bytes[offset : offset + nbytes]
         weakref.finalize(array, _gone, self._segment, on_last).atexit = False
         return array
 
-    def _check(self, offset: int, nbytes: int, serial: int) -> None:
+    def check(self, offset: int, nbytes: int, serial: int) -> None:
+        """Raises MessageError where a region is not (or no longer, or not completely) in the arena."""
+        self._check_bounds(offset, nbytes)
+        if GUARD.unpack_from(self._segment.view, offset - ALIGNMENT) != (serial, nbytes):
+            raise MessageError("the region is not in the arena", found=f"{nbytes} bytes at {offset}")
+
+    def _check_bounds(self, offset: int, nbytes: int) -> None:
         if offset < ALIGNMENT or nbytes < 0 or offset + nbytes > self.capacity_bytes:
             raise MessageError("a region lies outside the arena", found=f"{nbytes} bytes at {offset}")
-        if GUARD.unpack_from(self._segment.view, offset - ALIGNMENT) != (serial, nbytes):
-            raise MessageError("the region is no longer in the arena", found=f"{nbytes} bytes at {offset}")
 
 
 def _gone(segment: ReadSegment, on_last: Callable[[], None]) -> None:

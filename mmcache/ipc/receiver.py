@@ -83,6 +83,9 @@ class Receiver:
         self._expected = 1
         self._early: dict[int, Frame] = {}
         self._waiting: WorkerStep | None = None
+        self._unwritten = 0  # message of the step that waits for its payload to be written
+        self._unchecked: list[tuple[int, int, int]] = []  # places of that payload
+        self._written: set[int] = set()  # messages whose payload was written before they were taken in
         self._lost: list[tuple[int, list[tuple[int, list[int]]]]] = []
         self._promised: dict[int, set[int]] = {}  # step's message to the handles that it encodes
         self._finished, self._released = Watermark(), Watermark()
@@ -107,7 +110,8 @@ class Receiver:
             The step, or None where none is ready in time.
 
         Raises:
-            MessageError: a message is malformed or contradicts what is here; it is dropped. `reset` starts anew.
+            MessageError: a message is malformed or contradicts what is here, or its payload was not written; it is
+                dropped. `reset` starts anew.
             EOFError, OSError: the scheduler is gone; `reset` with a channel to the next one.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -155,6 +159,8 @@ class Receiver:
                 raise MessageError("a message was lost", expected=self._expected, found=frame.sequence)
             else:
                 self._early[frame.sequence] = frame
+        elif frame.kind is Kind.WRITTEN:
+            self._take_written(frame.sequence)
         elif frame.kind is Kind.RESEND:
             self._take_resend(frame)
         else:
@@ -176,23 +182,30 @@ class Receiver:
     def _advance(self) -> WorkerStep | None:
         while self._waiting is None and self._expected in self._early:
             # A message that raises is gone, and never acknowledged: only a new epoch goes on.
-            body = self._body(self._early.pop(self._expected))
-            step = self._begin(self._expected, decode(Step, body.header), body)
+            number = self._expected
+            frame = self._early.pop(number)
+            ahead = frame.ahead and number not in self._written
+            self._written.discard(number)
+            body = self._body(frame)
+            step = self._begin(number, decode(Step, body.header), body, ahead)
             self._expected += 1
             if not step.parts:
                 step.done()
-            elif self._lost:
+            elif self._lost or ahead:
                 self._waiting = step
-                self._report()
+                self._unwritten = number if ahead else 0
+                if self._lost:
+                    self._report()
             else:
                 return step
-        if self._waiting is not None and not self._lost:
+        if self._waiting is not None and not self._lost and not self._unwritten:
             step, self._waiting = self._waiting, None
             return step
         return None
 
-    def _begin(self, sequence: int, message: Step, body: Body) -> WorkerStep:
-        """Take a step's message in; nothing has been taken, and no plan applied, if it raises."""
+    def _begin(self, sequence: int, message: Step, body: Body, ahead: bool) -> WorkerStep:
+        """Take a step's message in, perhaps ahead of its payload; nothing is taken or applied if it raises."""
+        self._unchecked = []
         if message.ended:
             self._over += [self._mirrors.pop(uid) for uid in message.ended if uid in self._mirrors]
         for delta in message.deltas:
@@ -200,7 +213,7 @@ class Receiver:
             mirror.extend(delta, body)
             self._mirrors[delta.uid] = mirror
         values: dict[object, dict[str, FieldValue]] = {}
-        parts = [self._part(sequence, part, body, values) for part in message.parts]
+        parts = [self._part(sequence, part, body, values, ahead) for part in message.parts]
         epoch = self.epoch
 
         def done() -> None:
@@ -230,7 +243,9 @@ class Receiver:
         }
         return [(sequence, lost)] if lost else []
 
-    def _part(self, sequence: int, part: Part, body: Body, values: dict[object, dict[str, FieldValue]]) -> WorkerPart:
+    def _part(
+        self, sequence: int, part: Part, body: Body, values: dict[object, dict[str, FieldValue]], ahead: bool
+    ) -> WorkerPart:
         mirror = self._mirrors.get(part.uid)
         if mirror is None:
             raise MessageError("a plan is for a request that is here", found=f"request number {part.uid}")
@@ -239,7 +254,7 @@ class Receiver:
         for one in part.payloads:
             if one.index >= plan.num_items:
                 raise MessageError("payload is for an item", request_id=plan.request_id, found=one.index)
-            payload[one.index] = self._payload(sequence, one, body, values)
+            payload[one.index] = self._payload(sequence, one, body, values, ahead)
         if plan.items and self._reads_payload:
             missing = sorted(set(plan.missing) - payload.keys())
             if missing:
@@ -247,13 +262,18 @@ class Receiver:
         return WorkerPart(plan, mirror, self._store, payload)
 
     def _payload(
-        self, sequence: int, payload: Payload, body: Body, values: dict[object, dict[str, FieldValue]]
+        self,
+        sequence: int,
+        payload: Payload,
+        body: Body,
+        values: dict[object, dict[str, FieldValue]],
+        ahead: bool = False,
     ) -> ItemPayload:
         fields: dict[str, FieldValue] = {}
         for piece in payload.pieces:
             key = piece.place if piece.place is not None else piece.buffer
             if key not in values:
-                values[key] = unpack_fields(piece.fields, self._block(sequence, piece, body))
+                values[key] = unpack_fields(piece.fields, self._block(sequence, piece, body, ahead))
             fields.update(values[key])
         if not payload.embeds:
             if {spec.name for spec in payload.specs} != fields.keys():
@@ -264,15 +284,30 @@ class Receiver:
             raise MessageError("client-given embeddings are one tensor [rows, width]", found=sorted(fields))
         return ItemPayload({}, [], value)
 
-    def _block(self, sequence: int, piece: Piece, body: Body) -> Bytes:
+    def _block(self, sequence: int, piece: Piece, body: Body, ahead: bool) -> Bytes:
         if piece.place is None:
             return np.frombuffer(bytearray(body.buffer(piece.buffer)), np.uint8)
         if self._reader is None:
             raise MessageError("payload lies in an arena that this worker does not read")
         gone = self._gone
-        block = self._reader.array(*piece.place, lambda: gone.append(sequence))
+        if ahead:
+            block = self._reader.array_ahead(*piece.place[:2], lambda: gone.append(sequence))
+            self._unchecked.append(piece.place)
+        else:
+            block = self._reader.array(*piece.place, lambda: gone.append(sequence))
         self._reading[sequence] = self._reading.get(sequence, 0) + 1
         return block
+
+    def _take_written(self, sequence: int) -> None:
+        """The payload of a step is written."""
+        if sequence == self._unwritten and self._reader is not None:
+            for place in self._unchecked:
+                self._reader.check(*place)
+            self._unwritten = 0
+        elif self._expected <= sequence < self._expected + _MAX_EARLY:
+            self._written.add(sequence)
+        else:
+            self.stale += 1
 
     def _take_resend(self, frame: Frame) -> None:
         step = self._waiting

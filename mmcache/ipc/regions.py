@@ -46,9 +46,10 @@ class Region:
         path: the arena's.
         fields: what lies in it.
         kind, note: as given to `hold`.
+        unwritten: (offset, tensor, its source) of what is still to be written to it; None once it is.
     """
 
-    __slots__ = ("fields", "key", "kind", "nbytes", "note", "offset", "path", "refs", "serial", "sources")
+    __slots__ = ("fields", "key", "kind", "nbytes", "note", "offset", "path", "refs", "serial", "sources", "unwritten")
 
     def __init__(self, offset: int, nbytes: int, serial: int, path: str) -> None:
         self.offset = offset
@@ -61,3 +62,4 @@ class Region:
         self.kind: Hashable = None
         self.note: object = None
         self.sources: tuple[tuple[weakref.ref[Tensor], int], ...] = ()
+        self.unwritten: list[tuple[int, Tensor, Tensor]] | None = None

@@ -18,7 +18,7 @@ from mmcache.ipc.checks import check_pairs, check_plan, check_request
 from mmcache.ipc.compose import Composer
 from mmcache.ipc.links import Links
 from mmcache.ipc.messages import Hello, Payload, Report, Resend, Welcome, decode, encode
-from mmcache.ipc.payload import Buffers, Held, give_back, hold_payload, missing_content, needed_payload
+from mmcache.ipc.payload import Buffers, Held, Later, give_back, hold_payload, missing_content, needed_payload
 from mmcache.ipc.peers import LostRows, Peer, Sent, StepPart, WorkerReport
 from mmcache.ipc.wire import Frame, Kind, body_parts, inline_frame, parse_body, parse_frame
 from mmcache.items import MultimodalRequest
@@ -125,6 +125,9 @@ class Sender:
         pairs = check_pairs(parts)
         new: dict[str, tuple[MultimodalRequest, int]] = {}
         composer = Composer(self.arena, self._steps + 1)
+        # A worker takes the step in while its payload is copied, if none needs the bytes for its message.
+        joined = [peer for peer in peers if peer.epoch]
+        later: Later | None = {} if joined and all(peer.attached for peer in joined) else None
         try:
             for request, plan in pairs:
                 check_plan(request, plan)
@@ -132,11 +135,11 @@ class Sender:
                 if not plan.items:
                     composer.add(part)
                     continue
-                held, missing = self._hold(request, needed_payload(plan))
+                held, missing = self._hold(request, needed_payload(plan), later)
                 composer.add(part, held)
                 if missing:
                     raise missing_content(request, missing)
-            bodies = [(peer, composer.body(peer)) for peer in peers if peer.epoch]
+            bodies = [(peer, composer.body(peer)) for peer in joined]
             if not bodies:
                 composer.body(Peer("", None))  # nobody has joined: what cannot travel is still refused now
         except BaseException:
@@ -150,8 +153,12 @@ class Sender:
         for peer in peers:
             if not peer.epoch:
                 peer.waiting.append(Sent(self._steps, composer.parts))
-        self._links.send_step(composer, bodies)
-        composer.close()
+        written = self._links.send_step(composer, bodies, bool(later))
+        try:
+            if later:
+                self._write(later, written)
+        finally:
+            composer.close()
         return self._steps
 
     def poll(self) -> list[WorkerReport]:
@@ -240,8 +247,19 @@ class Sender:
             peers.append(self._peers[name])
         return peers
 
-    def _hold(self, request: MultimodalRequest, indices: Sequence[int]) -> tuple[list[Held], list[int]]:
-        return hold_payload(self.arena, request, indices, self._supplied.get(request, {}), self._links.reap)
+    def _hold(
+        self, request: MultimodalRequest, indices: Sequence[int], later: Later | None = None
+    ) -> tuple[list[Held], list[int]]:
+        return hold_payload(self.arena, request, indices, self._supplied.get(request, {}), self._links.reap, later)
+
+    def _write(self, later: Later, written: Sequence[tuple[Peer, bytes]]) -> None:
+        """Write what a step has named, and tell its workers."""
+        try:
+            for region in later.values():
+                self.arena.write(region)  # type: ignore[union-attr]
+        finally:
+            # When this was interrupted: they find that it is not there, and get it again when they join again.
+            self._links.put(written)
 
     def _uid_of(self, request: MultimodalRequest, new: dict[str, tuple[MultimodalRequest, int]]) -> int:
         known = new.get(request.request_id) or self._requests.get(request.request_id)

@@ -28,6 +28,7 @@ __all__ = [
     "bytes_at",
     "bytes_of",
     "flatten",
+    "is_plain",
     "leaf_bytes",
     "leaf_of",
     "same_bytes",
@@ -162,7 +163,7 @@ def bytes_of(tensor: Tensor) -> bytes | memoryview:
     try:
         array = tensor.numpy()
     except (TypeError, RuntimeError):  # on a device, with a gradient, or of a dtype that numpy has not
-        if not _is_plain(tensor):
+        if not is_plain(tensor):
             tensor = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
         flat = tensor.detach().reshape(-1)
         if flat.stride(0) != 1:  # one element may have any stride, and a view of bytes needs a stride of 1
@@ -178,7 +179,7 @@ def write_tensor(address: int, tensor: Tensor) -> None:
     nbytes = tensor.numel() * tensor.element_size()
     if not nbytes:
         return
-    if _is_plain(tensor):
+    if is_plain(tensor):
         native.copy(address, tensor.data_ptr(), nbytes)
     else:
         torch.from_numpy(bytes_at(address, nbytes)).view(tensor.dtype).view(tensor.shape).copy_(tensor)
@@ -197,14 +198,14 @@ def same_bytes(address: int, offset: int, tensor: Tensor) -> bool:
     nbytes = tensor.numel() * tensor.element_size()
     if not nbytes:
         return True
-    if not _is_plain(tensor):
+    if not is_plain(tensor):
         if tensor.device.type != "cpu" or type(tensor) is not Tensor:
             return False
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
     return bool(_memcmp(address + offset, tensor.data_ptr(), nbytes) == 0)
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor's elements lie in CPU memory as they are read, one behind the other."""
     return (
         type(tensor) in (Tensor, torch.nn.Parameter)

@@ -1,6 +1,6 @@
 """Frames: a fixed prefix, then a body of a header and buffers, or the place in the arena where the body lies.
 
-    prefix   32 bytes: magic and version, kind, place, session, epoch, sequence number
+    prefix   32 bytes: magic and version, kind, place, ahead, session, epoch, sequence number
     body     header length, number of buffers, their lengths; the header; the buffers, each at a multiple of 8
     region   or instead: offset, bytes and serial of an arena region that holds the body
 
@@ -31,8 +31,8 @@ __all__ = [
     "region_frame",
 ]
 
-_MAGIC = b"mmc\x01"  # the last byte is the version of the protocol
-_PREFIX = struct.Struct("<4sBBxxQQQ")
+_MAGIC = b"mmc\x02"  # the last byte is the version of the protocol
+_PREFIX = struct.Struct("<4sBBBxQQQ")
 _REGION = struct.Struct("<QQQ")
 _COUNTS = struct.Struct("<II")
 _PADDING = [bytes(count) for count in range(8)]
@@ -51,6 +51,7 @@ class Kind(IntEnum):
     STEP = 3
     RESEND = 4
     REPORT = 5
+    WRITTEN = 6
 
 
 _KINDS = {int(kind): kind for kind in Kind}
@@ -66,6 +67,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
         sequence: number of the message within both.
         body: the body's bytes, not parsed yet.
         region: (offset, bytes, serial) in the arena.
+        ahead: whether payload that it names is still being written: a `Kind.WRITTEN` of the same sequence follows.
     """
 
     kind: Kind
@@ -74,6 +76,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
     sequence: int
     body: memoryview | None
     region: tuple[int, int, int] | None
+    ahead: bool = False
 
 
 class Body(msgspec.Struct, frozen=True, gc=False):
@@ -106,9 +109,11 @@ def body_parts(header: bytes, buffers: Sequence[bytes | memoryview] = ()) -> lis
     return parts
 
 
-def inline_frame(kind: Kind, session: int, epoch: int, sequence: int, parts: Sequence[bytes | memoryview]) -> bytes:
+def inline_frame(
+    kind: Kind, session: int, epoch: int, sequence: int, parts: Sequence[bytes | memoryview] = (), ahead: bool = False
+) -> bytes:
     """A frame that carries its body."""
-    return b"".join([_PREFIX.pack(_MAGIC, kind, 0, session, epoch, sequence), *parts])
+    return b"".join([_PREFIX.pack(_MAGIC, kind, 0, ahead, session, epoch, sequence), *parts])
 
 
 def place_of(offset: int, nbytes: int, serial: int) -> bytes:
@@ -116,9 +121,9 @@ def place_of(offset: int, nbytes: int, serial: int) -> bytes:
     return _REGION.pack(offset, nbytes, serial)
 
 
-def region_frame(kind: Kind, session: int, epoch: int, sequence: int, place: bytes) -> bytes:
+def region_frame(kind: Kind, session: int, epoch: int, sequence: int, place: bytes, ahead: bool = False) -> bytes:
     """A frame whose body lies in the arena."""
-    return _PREFIX.pack(_MAGIC, kind, 1, session, epoch, sequence) + place
+    return _PREFIX.pack(_MAGIC, kind, 1, ahead, session, epoch, sequence) + place
 
 
 def parse_frame(data: bytes | bytearray | memoryview) -> Frame:
@@ -130,21 +135,21 @@ def parse_frame(data: bytes | bytearray | memoryview) -> Frame:
     length = len(data)
     if length < _PREFIX.size:
         raise MessageError("this is no message of mmcache", found=f"{length} bytes")
-    magic, number, place, session, epoch, sequence = _PREFIX.unpack_from(data)
+    magic, number, place, ahead, session, epoch, sequence = _PREFIX.unpack_from(data)
     if magic != _MAGIC:
         if magic[:3] != _MAGIC[:3]:
             raise MessageError("this is no message of mmcache", found=f"{len(data)} bytes")
         raise MessageError("the message has another version", expected=_MAGIC[3], found=magic[3])
     kind = _KINDS.get(number)
-    if kind is None or place not in (0, 1):
-        raise MessageError("the message is of an unknown kind", found=(number, place))
+    if kind is None or place > 1 or ahead > 1:
+        raise MessageError("the message is of an unknown kind", found=(number, place, ahead))
     if epoch > MAX_EPOCH:
         raise MessageError("an epoch is a possible one", expected=f"at most {MAX_EPOCH}", found=epoch)
     if not place:
-        return Frame(kind, session, epoch, sequence, memoryview(data)[_PREFIX.size :], None)
+        return Frame(kind, session, epoch, sequence, memoryview(data)[_PREFIX.size :], None, ahead == 1)
     if length != _PREFIX.size + _REGION.size:
         raise MessageError("a place in the arena has three numbers", expected=_REGION.size, found=length - _PREFIX.size)
-    return Frame(kind, session, epoch, sequence, None, _REGION.unpack_from(data, _PREFIX.size))
+    return Frame(kind, session, epoch, sequence, None, _REGION.unpack_from(data, _PREFIX.size), ahead == 1)
 
 
 def parse_body(data: memoryview) -> Body:
