@@ -182,6 +182,7 @@ def test_one_wrong_source_among_many_is_named_before_anything_is_written(count: 
     with pytest.raises(EmbeddingError) as raised:
         merge_embeddings(inputs, parts, torch.arange(2 * count).remainder(2).eq(0))
     assert raised.value.item == (None if wrong == "none" else 2)
+    assert ("have values" in str(raised.value)) == (wrong == "meta")
     assert inputs.eq(0).all()
 
 

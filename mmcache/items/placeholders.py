@@ -180,7 +180,8 @@ def _as_mask(is_embed: Any, length: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
         raise PlaceholderError("is_embed is a boolean mask", found=str(error)) from None
     if mask.dtype != np.bool_ and mask.size:
         if mask.dtype.kind not in "iu" or mask.min() < 0 or mask.max() > 1:
-            raise PlaceholderError("is_embed is a mask of booleans, or of 0 and 1", found=f"dtype {mask.dtype}")
+            found = f"dtype {mask.dtype}" if mask.dtype.kind not in "iu" else f"{mask.min()} to {mask.max()}"
+            raise PlaceholderError("is_embed is a mask of booleans, or of 0 and 1", found=found)
         mask = mask.astype(np.bool_)
     if mask.shape != (length,):
         raise PlaceholderError("is_embed covers the placeholder range", expected=f"shape ({length},)", found=mask.shape)

@@ -136,7 +136,9 @@ def check_rows(source: Tensor, width: int, **where: Any) -> None:
             found=tuple(source.shape),
             **where,
         )
-    if not _holds_numbers(source) or source.is_meta:
+    if source.is_meta:
+        raise EmbeddingError("embedding rows have values", found=_described(source), **where)
+    if not _holds_numbers(source):
         raise EmbeddingError("embedding rows are dense and floating-point", found=_described(source), **where)
 
 
