@@ -220,6 +220,22 @@ def test_listeners_learn_what_is_stored_and_removed_in_order() -> None:
     cache.close()
 
 
+def test_a_content_is_not_removed_while_newer_rows_of_it_are_there() -> None:
+    """Who keeps count of what the cache has sees no more than that: old rows go after new ones came."""
+    cache = make(rows=20)
+    events: list[tuple[str, str]] = []
+    cache.subscribe(lambda event: events.append((event.kind, event.identifier)))
+    holder = cache.lookup(one_image("r1", "a"), num_computed_tokens=0)
+    cache.insert(holder, [rows_of("a", 4)])
+    cache.invalidate()
+    step(cache, one_image("r2", "a"))
+    cache.finish(holder.request)
+    assert events == [("stored", "a")] * 2
+    assert cache.stats().entries == 1
+    cache.clear()
+    assert events == [("stored", "a")] * 2 + [("removed", "a")]
+
+
 def test_one_may_listen_twice_and_end_it_once() -> None:
     cache = make(rows=4)
     events: list[CacheEvent] = []

@@ -333,7 +333,8 @@ class MultimodalCache:
         if self._events:
             with self._telling:
                 for entry in entries:
-                    if entry.told:
+                    heir = entry.scope.get(entry.identifier)  # of newer weights, say, while holders kept the old rows
+                    if entry.told and (heir is None or not heir.told):
                         self._events.add(self._event("removed", entry))
             self._events.deliver()
 
