@@ -281,6 +281,20 @@ def test_a_content_is_invalidated_by_its_identifier(make: Any, identifier: Any) 
     assert step(cache, one_image("r2", "a")) == []
 
 
+@pytest.mark.parametrize("forget", ["clear", "invalidate"])
+def test_prefixes_outlive_embeddings_unless_they_are_to_go_too(forget: str) -> None:
+    """Other weights of the encoder: the language model's KV may stay, and whoever changes both says so."""
+    cache = MultimodalCache(CacheConfig(capacity_bytes=1 << 20, block_size=2))
+    req = one_image("r", "a")
+    step(cache, req)
+    getattr(cache, forget)()
+    with cache.lookup(req) as lookup:
+        assert (lookup.num_computed_tokens, lookup.missing) == (5, ())
+    getattr(cache, forget)(prefix=True)
+    with cache.lookup(req) as lookup:
+        assert (lookup.num_computed_tokens, lookup.missing) == (0, (0,))
+
+
 @pytest.mark.parametrize("namespace", [5, True, b"", ["m"]], ids=range(4))
 def test_another_namespace_is_a_name_too(namespace: Any) -> None:
     cache = MultimodalCache(CacheConfig(capacity_bytes=1 << 20, namespace="m"))

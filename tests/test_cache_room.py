@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from builders import ROW_BYTES, images, request
+import pytest
+from builders import ROW_BYTES, images, request, rows_of
 from cache_forms import both_forms, check_merge, fill, one_image, step
 
-from mmcache import (
-    MultimodalRequest,
-)
+from mmcache import CacheConfig, EncoderLedger, MultimodalCache, MultimodalRequest
 
 
 @both_forms
@@ -55,6 +54,20 @@ def test_items_that_cannot_fit_together_are_served_all_the_same(make: Any) -> No
     assert step(cache, req) == ["a", "b"]
     assert cache.stats().uncached == {"all room is pinned": 1}
     assert cache.stats().used_bytes <= 8 * ROW_BYTES
+
+
+@both_forms
+def test_what_cannot_fit_beside_its_own_request_evicts_nothing(make: Any) -> None:
+    cache = make(rows=8)
+    step(cache, one_image("r1", "x", 3))
+    cache.finish(one_image("r1", "x", 3))
+    lookup = cache.lookup(request("r", 40, images((0, 5), (10, 5), ids="ab")), num_computed_tokens=0)
+    assert lookup.missing == (0, 1)
+    assert (cache.stats().evictions, cache.stats().uncached) == ({}, {"all room is pinned": 1})
+    fill(cache, lookup)
+    check_merge(lookup)
+    assert step(cache, one_image("r2", "x", 3)) == []
+    assert cache.stats().used_bytes == 8 * ROW_BYTES
 
 
 @both_forms
@@ -161,3 +174,92 @@ def test_several_items_of_unknown_width_stay_within_the_budget(make: Any) -> Non
     assert cache.stats().used_bytes == 8 * ROW_BYTES
     cache.finish(req)
     assert cache.held_bytes() == 8 * ROW_BYTES
+
+
+@both_forms
+def test_who_is_announced_again_keeps_its_place(make: Any) -> None:
+    cache = make(rows=8)
+    for name in "ab":
+        step(cache, one_image(name, name))
+        cache.finish(one_image(name, name))
+    soon, late = one_image("soon", "a"), one_image("late", "b")
+    for req in (soon, late, soon):
+        cache.announce(req)
+    step(cache, one_image("c", "c"))
+    assert step(cache, soon) == []
+    assert step(cache, late) == ["b"]
+
+
+@both_forms
+@pytest.mark.parametrize("end", ["withdraw", "finish"])
+def test_what_no_longer_waits_is_no_longer_kept(make: Any, end: str) -> None:
+    """The oldest entry was kept for a request that goes away: it is the first to go, as it would have been."""
+    cache = make(rows=8)
+    for name in "ab":
+        step(cache, one_image(name, name))
+        cache.finish(one_image(name, name))
+    waits = one_image("waits", "a")
+    cache.announce(waits)
+    for _ in range(2):
+        getattr(cache, end)(waits)
+    step(cache, one_image("c", "c"))
+    assert step(cache, one_image("again", "b")) == []
+
+
+def serve(cache: MultimodalCache, seconds: float | None, **contents: int) -> list[str]:
+    """One request with these contents, of so many rows, that takes so long to encode; returns what was encoded."""
+    spans, position = [], 0
+    for rows in contents.values():
+        spans.append((position, rows))
+        position += rows
+    req = request("-".join(contents), position, images(*spans, ids=list(contents)))
+    with cache.lookup(req, num_computed_tokens=0) as lookup:
+        encoded = [req.items[index].identifier for index in lookup.missing]
+        rows_by_index = {i: rows_of(req.items[i].identifier, contents[req.items[i].identifier]) for i in lookup.missing}
+        cache.insert(lookup, rows_by_index, seconds=seconds)
+    cache.finish(req)
+    return encoded
+
+
+@pytest.mark.parametrize("policy", ["gdsf", "queue-aware"])
+class TestCosts:
+    """What cost more encoder seconds for its bytes goes later, however long it was not used."""
+
+    def test_measured_seconds_decide(self, policy: str) -> None:
+        cache = MultimodalCache(
+            CacheConfig(capacity_bytes=8 * ROW_BYTES, policy=policy, row_bytes={"image": ROW_BYTES})
+        )
+        serve(cache, 2.0, dear=4)
+        serve(cache, 0.1, cheap=4)
+        serve(cache, 1.0, new=4)
+        assert serve(cache, None, dear=4) == []
+        assert serve(cache, None, cheap=4) == ["cheap"]
+
+    def test_an_item_that_nobody_measured_costs_one(self, policy: str) -> None:
+        cache = MultimodalCache(
+            CacheConfig(capacity_bytes=12 * ROW_BYTES, policy=policy, row_bytes={"image": ROW_BYTES})
+        )
+        serve(cache, None, unknown=4)
+        serve(cache, 0.5, half=4)
+        serve(cache, 2.0, two=4)
+        serve(cache, 9.0, new=4)
+        assert [serve(cache, 9.0, **{name: 4}) for name in ("two", "unknown", "half")] == [[], [], ["half"]]
+
+    def test_items_share_the_time_of_their_encode_by_their_rows(self, policy: str) -> None:
+        """Of 8 s for 2 and 6 rows each row took one: less than those of the third, which goes last."""
+        cache = MultimodalCache(
+            CacheConfig(capacity_bytes=12 * ROW_BYTES, policy=policy, row_bytes={"image": ROW_BYTES})
+        )
+        serve(cache, 4.4, third=4)
+        serve(cache, 8.0, small=2, large=6)
+        serve(cache, 99.0, new=7)
+        assert serve(cache, 99.0, third=4) == []
+        assert serve(cache, 99.0, small=2) == ["small"]
+
+    def test_a_scheduler_reports_them_with_the_sizes(self, policy: str) -> None:
+        ledger = EncoderLedger(8 * ROW_BYTES, policy, row_bytes={"image": ROW_BYTES})
+        for name, seconds in (("dear", 2.0), ("cheap", 0.1), ("new", 1.0)):
+            req = one_image(name, name)
+            ledger.settle(ledger.plan(req, num_computed_tokens=0), {0: 4 * ROW_BYTES}, seconds)
+            ledger.finish(req)
+        assert ledger.plan(one_image("again", "dear"), num_computed_tokens=0).stored == (0,)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import pickle
+from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from mmcache import (
     EmbeddingError,
     EmbeddingStore,
     EncoderLedger,
+    ItemStatus,
     MultimodalItem,
     PlaceholderRange,
     ReleasedError,
@@ -24,6 +28,50 @@ from mmcache import (
     make_policy,
 )
 from mmcache.policies import LruPolicy
+
+# -- what a scheduler sends ----------------------------------------------------
+
+
+class NoTensors(pickle.Pickler):
+    def reducer_override(self, value: object) -> Any:
+        assert not isinstance(value, torch.Tensor)
+        return NotImplemented
+
+
+def test_a_plan_is_a_frozen_message_without_tensors() -> None:
+    """Of every status: what a process of its own gets is the decision, and nothing of the media."""
+    ledger = EncoderLedger(1 << 20, "lru", row_bytes={"image": ROW_BYTES})
+    ledger.plan(one_image("other", "c"), num_computed_tokens=0)
+    *items, last = images((0, 4), (6, 4), (11, 4), (16, 4), (30, 4))
+    given = MultimodalItem("image", last.fields, PlaceholderRange(21, 1), "given", embeds=torch.ones(1, WIDTH))
+    req = request("r", 40, [*items, given, last])
+    plan = ledger.plan(req, num_computed_tokens=4, num_scheduled_tokens=20)
+    assert len({plan.status(index) for index in range(6)}) == 5
+    message = io.BytesIO()
+    NoTensors(message).dump(plan)
+    assert pickle.loads(message.getvalue()) == plan
+    for value in (plan, plan.items[0], plan.bytes):
+        for field in fields(value):
+            with pytest.raises(FrozenInstanceError):
+                setattr(value, field.name, None)
+    ledger.settle(plan, {1: 4 * ROW_BYTES})
+    assert plan.status(1) is ItemStatus.MISSING  # a snapshot, whatever comes later
+    assert ledger.refresh(plan).status(1) is ItemStatus.STORED
+
+
+def test_rows_that_come_late_for_an_older_plan_are_not_those_of_a_newer() -> None:
+    """A handle is of one admission: a slow worker's rows of older weights do not take the place of the new ones."""
+    ledger, store = EncoderLedger(1 << 20, "lru", row_bytes={"image": ROW_BYTES}), EmbeddingStore()
+    old = ledger.plan(one_image("r", "a"), num_computed_tokens=0)
+    ledger.finish("r")
+    ledger.invalidate()
+    new = ledger.plan(one_image("s", "a"), num_computed_tokens=0)
+    for plan in (old, new):
+        store.apply(plan)
+    store.put_planned(new, [rows_of("a", 4)])
+    store.put_planned(old, [rows_of("older weights", 4)])
+    assert torch.equal(store.rows(new, 0), rows_of("a", 4))
+
 
 # -- workers that lose things --------------------------------------------------
 
@@ -35,6 +83,21 @@ def test_a_worker_that_starts_anew_is_believed() -> None:
     assert step(cache, one_image("r2", "a")) == ["a"]
     assert cache.stats().lost == 1
     assert step(cache, one_image("r3", "a")) == []
+
+
+def test_a_worker_of_another_start_holds_nothing_unless_it_says_so() -> None:
+    ledger = EncoderLedger(1 << 20, "lru")
+    plan = ledger.plan(one_image("r", "a"), num_computed_tokens=0)
+    handle = plan.items[0].handle
+    for worker in (0, 1):
+        ledger.reconcile(f"first start of {worker}", (), (), worker=worker)
+    ledger.settle(plan, {0: 4 * ROW_BYTES})
+    for worker in (0, 1):
+        ledger.reconcile(f"first start of {worker}", None, (), worker=worker)
+    ledger.reconcile("second start of 0", (handle,), (), worker=0)
+    assert ledger.refresh(plan).stored == (0,)
+    ledger.reconcile("second start of 1", None, (), worker=1)
+    assert (ledger.refresh(plan).missing, ledger.stats().lost) == ((0,), 1)
 
 
 def test_an_entry_lost_in_the_middle_of_a_request_is_encoded_once_more_for_all() -> None:
@@ -118,6 +181,18 @@ def test_a_plan_of_another_ledger_ends_no_step_here() -> None:
     mine.settle(plan, {0: 4 * ROW_BYTES})
     assert mine.release(plan)
     assert not mine.release(plan)
+
+
+def test_a_step_ends_once() -> None:
+    """Whoever is first, of two threads that both saw it open."""
+    ledger = EncoderLedger(1 << 20, "lru")
+    ticket = ledger.open(one_image("r", "a"), 0, 6, 0, 0)
+    assert [ledger.release(ticket) for _ in range(2)] == [True, False]
+    assert sum(ledger.stats().items.values()) == 1
+    ticket = ledger.open(one_image("r", "a"), 0, 6, 0, 0)
+    ledger.finish("r")
+    assert not ledger.release(ticket)
+    ledger.check()
 
 
 def test_a_ledger_takes_requests_and_their_ids() -> None:

@@ -29,6 +29,12 @@ def cache() -> MultimodalCache:
     return MultimodalCache(CacheConfig(capacity_bytes=100 * ROW_BYTES, row_bytes={"image": ROW_BYTES}))
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits looks around every second all the same, which would hide that nobody wakes it."""
+    monkeypatch.setattr("mmcache.cache.lookup._LOOK_AGAIN", 3600.0)
+
+
 def one_image(name: str, identifier: str = "a") -> MultimodalRequest:
     return request(name, 6, images((1, 4), ids=[identifier]))
 
