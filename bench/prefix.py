@@ -4,8 +4,9 @@
 
 One request of a growing history: 26 images of 560 tokens behind 27 tokens of text each, int32 tokens. The chain is the
 method of engines that know blocks by hash, without anything that it does not need: SHA-256 over the digest before, the
-16 tokens of the block and the items that overlap it. All rows run interleaved in one process on one thread; medians of
-its CPU time are printed (another process on the machine would count in a wall clock), less that of reading the clock,
+16 tokens of the block and the items that overlap it. Each row goes through a queue of conversations with tokens of
+their own, one after the other, as a scheduler does, in one index. All rows run interleaved in one process on one thread;
+medians of its CPU time for one conversation are printed (another process on the machine would count in a wall clock),
 and ratios to the chain. A next turn that takes at most 1/5 of 1/30 of the chain is within the goals of both.
 """
 
@@ -19,7 +20,8 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -29,6 +31,8 @@ import numpy as np
 from mmcache import MultimodalItem, MultimodalRequest, PlaceholderRange, PrefixIndex, PrefixMatch, block_keys
 
 BLOCK, ROWS, STRIDE = 16, 560, 587
+QUEUE = 16
+"""Conversations."""
 
 
 def images(count: int, first: int = 0) -> list[MultimodalItem]:
@@ -72,46 +76,54 @@ def main() -> None:
     count = arguments.images
     length = count * STRIDE + 18
     new_tokens = STRIDE + 33
-    tokens = np.random.default_rng(0).integers(0, 150_000, length + new_tokens, dtype=np.int32)
+    generator = np.random.default_rng(0)
+    tokens = [generator.integers(0, 150_000, length + new_tokens, dtype=np.int32) for _ in range(QUEUE)]
     spans = [(i.placeholder.offset, i.placeholder.offset + ROWS, i.identifier.encode()) for i in images(count)]
     times: dict[str, list[float]] = defaultdict(list)
 
-    def timed(name: str, call: Callable[..., Any], *what: object) -> Any:
-        time.thread_time()  # read after other work it costs a microsecond more, which is not the row's
+    def timed(name: str, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        results = []
         start = time.thread_time()
-        result = call(*what)
-        times[name].append(time.thread_time() - start)
-        return result
+        for call in calls:
+            results.append(call())
+        times[name].append((time.thread_time() - start) / len(calls))
+        return results
 
-    def turn(name: str, index: PrefixIndex, request: MultimodalRequest, known: int) -> None:
-        match = timed(name, match_and_insert, index, request)
-        if match is None or match.num_tokens // BLOCK != known // BLOCK:
-            raise SystemExit(f"{name}: {match} where {known} tokens are known")
+    def turns(name: str, index: PrefixIndex, requests: Sequence[MultimodalRequest], known: int) -> None:
+        for match in timed(name, [partial(match_and_insert, index, request) for request in requests]):
+            if match.num_tokens // BLOCK != known // BLOCK:
+                raise SystemExit(f"{name}: {match} where {known} tokens are known")
+
+    def requests(end: int, num_images: int) -> list[MultimodalRequest]:
+        return [MultimodalRequest(f"{n}", own[:end], images(num_images)) for n, own in enumerate(tokens)]
 
     gc.disable()  # as timeit does: a collection would be charged to whichever row it falls into
-    ints = tokens[:length].tolist()
-    ids = np.arange(length // BLOCK + 100)
+    ints = tokens[0][:length].tolist()
+    num_blocks = length // BLOCK
+    known = length - STRIDE
     for _ in range(arguments.rounds):
-        known = length - STRIDE
-        timed("SHA-256 chain", chain, tokens[:length], spans)
-        request = MultimodalRequest("new", tokens[:length], images(count))
-        turn("match + insert, nothing known", PrefixIndex(BLOCK), request, 0)
-        request = MultimodalRequest("new", tokens[:length], images(count))
-        timed("insert with ids that an engine gives", PrefixIndex(BLOCK).insert, request, length, ids)
+        timed("SHA-256 chain", [partial(chain, own[:length], spans) for own in tokens])
+        turns("match + insert, nothing known", PrefixIndex(BLOCK), requests(length, count), 0)
         index = PrefixIndex(BLOCK)
-        index.insert(MultimodalRequest("other", tokens[:known], images(count - 1)), known)
-        request = MultimodalRequest("first", tokens[:length], images(count))
-        turn("match + insert, all but one image known", index, request, known)
-        request.extend(tokens[length:], images(1, count))
-        turn("the next turn: one more image", index, request, length)
-        again = MultimodalRequest("again", tokens, images(count + 1))
-        turn("match + insert, all known, a new request object", index, again, length + new_tokens - 1)
-        turn("match + insert, all known, the same object", index, again, length + new_tokens - 1)
-        timed("block_keys", block_keys, request, BLOCK)
-        timed("converting Python ints to an int32 array", np.asarray, ints, np.int32)
-        timed("clock", lambda: None)
-    clock = statistics.median(times.pop("clock"))
-    result = {name: (statistics.median(values) - clock) * 1e6 for name, values in times.items()}
+        numbered = [
+            partial(index.insert, request, length, np.arange(n * num_blocks, (n + 1) * num_blocks))
+            for n, request in enumerate(requests(length, count))
+        ]
+        timed("insert with ids that an engine gives", numbered)
+        index = PrefixIndex(BLOCK)
+        for request in requests(known, count - 1):
+            index.insert(request, known)
+        queue = requests(length, count)
+        turns("match + insert, all but one image known", index, queue, known)
+        for request, own in zip(queue, tokens):
+            request.extend(own[length:], images(1, count))
+        turns("the next turn: one more image", index, queue, length)
+        again = requests(length + new_tokens, count + 1)
+        turns("match + insert, all known, a new request object", index, again, length + new_tokens - 1)
+        turns("match + insert, all known, the same object", index, again, length + new_tokens - 1)
+        timed("block_keys", [partial(block_keys, queue[0], BLOCK)])
+        timed("converting Python ints to an int32 array", [partial(np.asarray, ints, np.int32)])
+    result = {name: statistics.median(values) * 1e6 for name, values in times.items()}
     print(f"{count} images, {length} tokens, blocks of {BLOCK}; medians of {arguments.rounds} rounds")
     base = result["SHA-256 chain"]
     for name, microseconds in result.items():
