@@ -5,7 +5,7 @@
 One request of a growing history: 26 images of 560 tokens behind 27 tokens of text each, int32 tokens. The chain is the
 method of engines that know blocks by hash, without anything that it does not need: SHA-256 over the digest before, the
 16 tokens of the block and the items that overlap it. Each row goes through a queue of conversations with tokens of
-their own, one after the other, as a scheduler does, in one index. All rows run interleaved in one process on one thread;
+their own, one after the other, as a scheduler does, in one index. Rows run interleaved in one process on one thread;
 medians of its CPU time for one conversation are printed (another process on the machine would count in a wall clock),
 and ratios to the chain. A next turn that takes at most 1/5 of 1/30 of the chain is within the goals of both.
 """
