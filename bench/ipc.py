@@ -2,7 +2,10 @@
 
 One request of a growing history: 26 images of 560 tokens and float32 `(5040, 768)` each, 15,280 tokens; of these images
 all, one or none are new. Timed is the way from the scheduler's call until the worker says that everything is there; the
-worker then reads every byte. All paths take turns in one process, medians count.
+worker then reads every byte. All paths take turns in one process, medians count: of a turn's first step, which finds
+caches as the other paths left them, and of the steps in a row behind it, as an engine makes them. The scheduler has a
+core of its own, as far as there are several: else the system at times lets a worker take its core in the middle of a
+copy, and an empty round trip within one core costs a fifth of one between two.
 
     python bench/ipc.py [--rounds 15] [--workers 1] [--images 26]
 """
@@ -42,6 +45,15 @@ ROWS, PATCHES, WIDTH = 560, 5040, 768
 BEFORE, AFTER = 700, 20
 """Tokens of text, before the first image and after the last."""
 
+
+def cores() -> tuple[set[int], set[int]]:
+    """The scheduler's and the workers'."""
+    first, *others = sorted(os.sched_getaffinity(0))
+    return {first}, set(others or [first])
+
+
+SCHEDULER, WORKERS = cores()
+
 CONFIGS = {
     "pixel_values": FieldConfig.flat("image", [slice(0, PATCHES)]),
     "image_grid_thw": FieldConfig.batched("image", keep_on_cpu=True),
@@ -56,7 +68,8 @@ def read(pixels: torch.Tensor | np.ndarray[Any, Any]) -> None:
     np.add.reduce(np.asarray(pixels).reshape(-1).view(np.int64))
 
 
-def until_end(target: Callable[..., None], *arguments: Any) -> None:
+def until_end(own: set[int], target: Callable[..., None], *arguments: Any) -> None:
+    os.sched_setaffinity(0, own)
     torch.set_num_threads(1)
     gc.freeze()  # as engines do: a full collection looks at every object of torch
     with contextlib.suppress(EOFError, OSError):
@@ -284,7 +297,7 @@ def spawn(target: Callable[..., None], name: str = "") -> tuple[Connection, Conn
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     side, their_side = context.Pipe()
-    context.Process(target=until_end, args=(target, theirs, their_side, name), daemon=True).start()
+    context.Process(target=until_end, args=(WORKERS, target, theirs, their_side, name), daemon=True).start()
     theirs.close()
     their_side.close()
     return ours, side
@@ -314,7 +327,7 @@ def compare(rounds: int, images: int) -> None:
     # As large as the arena, so that a copy into it meets caches as cold as ours do.
     target = np.ones(2 * images * bytes_each, np.uint8)
     position = 0
-    times: dict[tuple[str, str], list[float]] = {}
+    times: dict[tuple[str, str, str], list[float]] = {}
 
     def memcpy(new: int) -> None:
         nonlocal position
@@ -332,28 +345,47 @@ def compare(rounds: int, images: int) -> None:
         send_pickle(channel, value, oob)
         side.recv_bytes()
 
-    for case, new in (("all new", images), ("one new", 1), ("none new", 0)):
-        for number in range(rounds + 2):
+    def ours_in_a_row(new: int, count: int) -> list[float]:
+        seconds = []
+        for _ in range(count):
             prepared = ours.prepare(new)
-            plain = workload.plain(prepared[0], new)
-            found = {"empty round trip": clock(round_trip), "memcpy": clock(partial(memcpy, new))}
-            found["mmcache"] = clock(partial(ours.run, prepared))
+            seconds.append(clock(partial(ours.run, prepared)))
             ours.settle(prepared)
+        return seconds
+
+    def in_a_row(count: int, call: Callable[[], object], done: Connection | None = None) -> list[float]:
+        seconds = []
+        for _ in range(count):
+            seconds.append(clock(call))
+            if done is not None:
+                done.recv_bytes()  # it has read all: what comes next is alone on the machine
+        return seconds
+
+    cases = (("all new", images, 1), ("one new", 1, 8), ("none new", 0, 20))
+    for case, new, count in cases:
+        for number in range(rounds + 2):
+            request = workload.request()
+            plain = workload.plain(request, new)
+            found = {"empty round trip": in_a_row(count, round_trip), "memcpy": in_a_row(count, partial(memcpy, new))}
+            found["mmcache"] = ours_in_a_row(new, count)
             for way, ends, oob in (("out of band", out_of_band, True), ("in band", in_band, False)):
-                found[f"pickle 5, {way}"] = clock(partial(pickled, *ends, plain, oob))
-                ends[1].recv_bytes()  # it has read all: what comes next is alone on the machine
-            for way, (call, side) in ({} if vllm is None else vllm.ways(prepared[0], new)).items():
-                found[way] = clock(call)
-                side.recv_bytes()
+                found[f"pickle 5, {way}"] = in_a_row(count, partial(pickled, *ends, plain, oob), ends[1])
+            for way, (call, side) in ({} if vllm is None else vllm.ways(request, new)).items():
+                found[way] = in_a_row(count, call, side)
             if number >= 2:
                 for way, seconds in found.items():
-                    times.setdefault((case, way), []).append(seconds)
-    for case, base in (("all new", "memcpy"), ("one new", "memcpy"), ("none new", "empty round trip")):
-        floor = times[case, base]
-        for way in [way for one, way in times if one == case and way not in ("memcpy", "empty round trip")]:
-            ratio = statistics.median(one / other for one, other in zip(times[case, way], floor))
-            ms, base_ms = (1e3 * statistics.median(values) for values in (times[case, way], floor))
-            print(f"{case:9} {way:32} {ms:9.3f} ms {ratio:7.2f} x {base} ({base_ms:.3f} ms)")
+                    times.setdefault((case, "after others", way), []).append(seconds[0])
+                    if count > 1:
+                        times.setdefault((case, "in a row", way), []).append(statistics.median(seconds[1:]))
+    for case, when in dict.fromkeys(key[:2] for key in times):
+        base = "empty round trip" if case == "none new" else "memcpy"
+        floor = times[case, when, base]
+        for way in [
+            key[2] for key in times if key[:2] == (case, when) and key[2] not in ("memcpy", "empty round trip")
+        ]:
+            ratio = statistics.median(one / other for one, other in zip(times[case, when, way], floor))
+            ms, base_ms = (1e3 * statistics.median(values) for values in (times[case, when, way], floor))
+            print(f"{case:9} {when:13} {way:32} {ms:9.3f} ms {ratio:7.2f} x {base} ({base_ms:.3f} ms)")
     ours.arena.close()
 
 
@@ -386,6 +418,7 @@ def fan_out(rounds: int, images: int, workers: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    os.sched_setaffinity(0, SCHEDULER)
     gc.freeze()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
