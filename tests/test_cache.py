@@ -208,6 +208,26 @@ def test_of_two_requests_one_encodes_and_the_other_is_told(make: Any) -> None:
 
 
 @both_forms
+def test_who_waited_for_rows_keeps_them_until_they_are_merged(make: Any) -> None:
+    """As if it had encoded them: the step's end, the owner's end and others' need of room take nothing away."""
+    cache = make(rows=8)
+    owner = cache.lookup(one_image("owner", "a"), num_computed_tokens=0)
+    req = one_image("waiter", "a")
+    waiter = cache.lookup(req, num_computed_tokens=0, num_scheduled_tokens=3)
+    fill(cache, owner)
+    for lookup in (owner, waiter):
+        lookup.release()
+    cache.finish(owner.request)
+    cache.commit(req, 3)
+    for name in "bcd":
+        assert step(cache, one_image(name, name)) == [name]
+        cache.finish(one_image(name, name))
+    assert cache.stats().pinned_bytes == 4 * ROW_BYTES
+    assert step(cache, req, start=3) == []
+    assert cache.stats().pinned_bytes == 0
+
+
+@both_forms
 @pytest.mark.parametrize("how", ["release", "finish"])
 def test_when_the_owner_gives_up_exactly_one_takes_over(make: Any, how: str) -> None:
     cache = make()

@@ -59,6 +59,16 @@ def test_a_plan_is_a_frozen_message_without_tensors() -> None:
     assert ledger.refresh(plan).status(1) is ItemStatus.STORED
 
 
+def test_a_handle_to_drop_is_in_one_plan_only() -> None:
+    ledger = EncoderLedger(4 * ROW_BYTES, "lru", row_bytes={"image": ROW_BYTES})
+    old = ledger.plan(one_image("r", "a"), num_computed_tokens=0)
+    ledger.settle(old, {0: 4 * ROW_BYTES})
+    ledger.finish("r")
+    new = ledger.plan(one_image("s", "b"), num_computed_tokens=0)
+    assert (old.drop, new.drop) == ((), (old.items[0].handle,))
+    assert ledger.refresh(new).drop == ledger.plan(request("text", 1), num_computed_tokens=0).drop == ()
+
+
 def test_rows_that_come_late_for_an_older_plan_are_not_those_of_a_newer() -> None:
     """A handle is of one admission: a slow worker's rows of older weights do not take the place of the new ones."""
     ledger, store = EncoderLedger(1 << 20, "lru", row_bytes={"image": ROW_BYTES}), EmbeddingStore()
