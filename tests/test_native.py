@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Callable
-from importlib.machinery import EXTENSION_SUFFIXES
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from native_build import build
 
 from mmcache import native
 
@@ -157,22 +154,9 @@ def test_no_bytes_are_copied_from_nowhere_to_nowhere() -> None:
     native.copy(0, 0, 0)
 
 
-CHECKED = ["-O3", "-shared", "-fPIC", "-Wall", "-Wextra", "-Wconversion", "-Wsign-conversion", "-Wshadow", "-Werror"]
-
-
-@pytest.mark.skipif(shutil.which("cc") is None, reason="no compiler")
 @pytest.mark.parametrize("target", [[], ["-U__SSE2__"]], ids=["this processor", "any processor"])
 def test_the_source_compiles_without_a_warning_also_for_other_processors(target: list[str], tmp_path: Path) -> None:
-    source = Path(native.__file__).with_name("_rows.c")
-    headers, built = sysconfig.get_path("include"), tmp_path / f"_rows{EXTENSION_SUFFIXES[0]}"
-    if not source.exists() or not Path(headers, "Python.h").exists():
-        pytest.skip("no source, or no headers of Python")
-    subprocess.run(["cc", *CHECKED, *target, "-isystem", headers, source, "-o", built], check=True)
-    spec = spec_from_file_location("_rows", built)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = build("_rows", tmp_path, *target)
     assert not (target and module.ROUNDS)
     copied, start = np.zeros(LARGE, np.uint8), memory(LARGE)
     module.copy(copied.ctypes.data, start.ctypes.data, LARGE)
@@ -191,7 +175,7 @@ import sys
 import torch
 import mmcache
 from mmcache import native
-assert native.scatter is None and native.scatter_rounded is None
+assert native.scatter is None and native.scatter_rounded is None and native.gather is None
 inputs, mask = torch.zeros(3000, 1024), torch.zeros(3000, dtype=torch.bool)
 mask[100:2900] = True
 rows = torch.arange(2800 * 1024, dtype=torch.float32).reshape(2800, 1024)
@@ -206,8 +190,9 @@ assert torch.equal(target, rows)
 @pytest.mark.parametrize(
     "how",
     [
-        "sys.modules['mmcache.native._rows'] = None",
-        "import types; sys.modules['mmcache.native._rows'] = types.SimpleNamespace(VERSION=0)",
+        "for name in ('_rows', '_tensors'): sys.modules['mmcache.native.' + name] = None",
+        "import types\nfor name in ('_rows', '_tensors'):\n"
+        "    sys.modules['mmcache.native.' + name] = types.SimpleNamespace(VERSION=0)",
     ],
     ids=["missing", "of another source"],
 )

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmcache import native
 from mmcache.fields import FieldValue, ItemFields
 from mmcache.ipc.messages import Column, Delta, FieldSpec
 from mmcache.ipc.values import ALIGNMENT, Leaf, bytes_of, flatten, leaf_of
@@ -181,6 +182,10 @@ def _column(schema: int, position: int, field: str, values: Sequence[FieldValue]
 
 def _packed(values: Sequence[Any], field: str) -> tuple[str, tuple[int, ...], bytes | memoryview] | None:
     """Dtype, shape and bytes of all values as one tensor, where they are tensors of one dtype and shape."""
+    gathered = native.gather(list(values)) if native.gather is not None else None
+    if gathered is not None:
+        (name, shape, _), _ = leaf_of(values[0], field, 0)
+        return name, (len(values), *shape), gathered
     try:
         if len(set(map(_dtype, values))) > 1:
             return None

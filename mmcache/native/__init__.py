@@ -1,7 +1,8 @@
-"""The compiled part, which is optional: copies that pass the processor's cache by, and rows to where a mask has them.
+"""The compiled part, which is optional: copies that pass the processor's cache by, rows to where a mask has them, and
+small tensors at once.
 
 A copy that is larger than the cache takes 0.6 of the time of `memcpy`, and leaves the cache to what is in use. Where
-this was not built (no compiler, or not again since its source changed) NumPy and `memmove` do the same.
+this was not built (no compiler, or not again since its source changed) NumPy, `memmove` and PyTorch do the same.
 
 Addresses are taken on trust: whoever calls has looked at the tensors and keeps them alive.
 """
@@ -10,9 +11,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import TypeAlias
+from functools import partial
+from typing import Any, TypeAlias
 
-__all__ = ["Scatter", "copy", "scatter", "scatter_rounded"]
+from torch import Tensor
+
+__all__ = ["Gather", "Scatter", "copy", "gather", "scatter", "scatter_rounded"]
 
 _VERSION = 1
 """Of the functions' arguments and meaning; what has another one was built from another source."""
@@ -39,6 +43,13 @@ scatter: Scatter | None = None
 scatter_rounded: Scatter | None = None
 """Rows of float32 into rows of bfloat16, rounded as they are written; None without the compiled part or AVX2."""
 
+Gather: TypeAlias = Callable[[list[Any]], bytes | None]
+"""The bytes, one behind the other, of tensors of whole numbers or booleans that are small, contiguous, on the CPU and
+alike in dtype and shape. None for any others, and for what are no tensors."""
+
+gather: Gather | None = None
+"""None where the compiled part is missing, or PyTorch's table of DLPack (before 2.10)."""
+
 try:
     from mmcache.native import _rows
 except ImportError:
@@ -48,3 +59,11 @@ else:
         copy, scatter = _rows.copy, _rows.scatter
         if _rows.ROUNDS:
             scatter_rounded = _rows.scatter_rounded
+
+try:
+    from mmcache.native import _tensors
+except ImportError:
+    pass
+else:
+    if _tensors.VERSION == _VERSION and hasattr(Tensor, "__dlpack_c_exchange_api__"):
+        gather = partial(_tensors.gather, Tensor.__dlpack_c_exchange_api__, Tensor)

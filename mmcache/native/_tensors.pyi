@@ -1,0 +1,3 @@
+VERSION: int
+
+def gather(table: object, type: type[object], tensors: list[object], /) -> bytes | None: ...
