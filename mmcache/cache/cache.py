@@ -245,8 +245,9 @@ class MultimodalCache:
         Lookups that hold rows keep them; an encode that began earlier serves its own lookup and is not stored. The
         prefix index is cleared only if asked for; processed features stay valid whatever the weights.
 
-        It goes from the tiers, too: at once under the salts and adapters of the requests so far, and under others
-        before the first lookup that brings them. Other processes' caches forget nothing: each is told for itself.
+        It goes from the tiers, too: at once under the salts and adapters of the latest requests (some thousands), and
+        under others before the first lookup that brings them. Other processes' caches forget nothing: each is told for
+        itself.
 
         Args:
             namespace: forget only if this is the cache's namespace; None means it is.
@@ -333,7 +334,7 @@ class MultimodalCache:
         if self._events:
             with self._telling:
                 for entry in entries:
-                    heir = entry.scope.get(entry.identifier)  # of newer weights, say, while holders kept the old rows
+                    heir = self._budget.heir_of(entry)  # of newer weights, say, while holders kept the old rows
                     if entry.told and (heir is None or not heir.told):
                         self._events.add(self._event("removed", entry))
             self._events.deliver()

@@ -8,6 +8,7 @@ from threading import Lock
 
 from torch import Tensor
 
+from mmcache.cache.forgotten import Forgotten
 from mmcache.cache.intake import Intake
 from mmcache.items import MultimodalRequest
 from mmcache.ledger import EncoderLedger, Entry, Ticket
@@ -15,12 +16,6 @@ from mmcache.store import EmbeddingStore
 from mmcache.tiers import Key, TieredStore
 
 __all__ = ["TierLink"]
-
-_MODALITIES = ("image", "video", "audio")
-"""What other processes may have stored an identifier under, whatever came by here."""
-
-_IDENTIFIERS = 1 << 16
-"""That were forgotten and are remembered as such, for namespaces and modalities that come by later."""
 
 
 class TierLink:
@@ -54,19 +49,20 @@ class TierLink:
         self._split_by_adapter = split_by_adapter
         self._intake = intake
         self._settled = settled
-        self._modalities = set(_MODALITIES)
         self._lock = Lock()
         self._forgetting = 0
-        self._cleared: set[str] | None = None
-        self._removed: dict[str, set[Key]] = {}
+        self._forgotten = Forgotten(tiers)
 
     def key(self, request: MultimodalRequest, identifier: str, modality: str) -> Key:
-        """The tiers' key of a content for a request. One identifier has rows of its own in each modality."""
-        self._modalities.add(modality)
+        """The tiers' key of a content for a request. One identifier has rows of its own in each modality.
+
+        What was forgotten has left its place in the tiers when this returns.
+        """
         adapter = request.adapter if self._split_by_adapter else None
         key = self.tiers.key(identifier, modality, salt=request.cache_salt, adapter=adapter)
-        if self._cleared is not None or self._removed:
-            self._catch_up(key, identifier)
+        if not self._forgotten.clean(key):
+            with self._lock:
+                self._forgotten.catch_up(key)
         return key
 
     def load(self, ticket: Ticket) -> None:
@@ -74,6 +70,7 @@ class TierLink:
         owned = self._ledger.loads.owned(ticket)
         if not owned:
             return
+        began = self._forgotten.number
         keys = {self.key(ticket.request, entry.identifier, entry.modality): entry for entry in owned}
         if self._forgetting:
             return
@@ -81,10 +78,11 @@ class TierLink:
         if len(known) < len(keys):
             self.tiers.learn([key for key in keys if key not in known])
         loading = {key: keys[key] for key in known if self._ledger.loads.delegate(ticket, keys[key])}
-        self._fetch(loading)
+        self._fetch(loading, began)
 
     def prefetch(self, request: MultimodalRequest, indices: Iterable[int]) -> None:
         """Learn whether tiers have what a waiting request will need, and load it as far as there is free room."""
+        began = self._forgotten.number
         contents: dict[Key, int] = {}
         for index in indices:
             item = request.items[index]
@@ -98,7 +96,7 @@ class TierLink:
             entry = self._ledger.loads.reserve(request, contents[key])
             if entry is not None:
                 loading[key] = entry
-        self._fetch(loading)
+        self._fetch(loading, began)
 
     def write(self, request: MultimodalRequest, entries: Iterable[Entry]) -> None:
         """Write what the store holds of these entries to the tiers, behind the caller's back."""
@@ -114,57 +112,29 @@ class TierLink:
     def forgetting(self, identifier: str | None) -> Iterator[None]:
         """Within it the ledger forgets a content, or everything; at its end the tiers have forgotten it, too.
 
-        It goes from all modalities, salts and adapters that were seen, and from others before they are looked for.
-        Nothing is loaded meanwhile: a new entry of the ledger's would get old rows.
+        It goes from the modalities, salts and adapters that were seen last, and from all others before they are looked
+        for. Nothing is loaded meanwhile: a new entry of the ledger's would get old rows.
         """
         with self._lock:
             self._forgetting += 1
         try:
             yield
             with self._lock:
-                self._forget(identifier)
+                if identifier != "":  # no content has that name
+                    self._forgotten.forget(identifier)
         finally:
             with self._lock:
                 self._forgetting -= 1
 
-    def _forget(self, identifier: str | None) -> None:
-        scopes = {(None, None), *self._ledger.loads.scopes()}
-        modalities = ("",) if identifier is None else tuple(self._modalities)
-        keys = {
-            self.tiers.key(identifier or "any", modality, salt=salt, adapter=adapter)
-            for salt, adapter in scopes
-            for modality in modalities
-        }
-        if identifier is None:
-            self._cleared = {key.namespace for key in keys}
-            self._removed = {}
-            for namespace in self._cleared:
-                self.tiers.clear(namespace)
-        else:
-            self._removed.pop(identifier, None)
-            self._removed[identifier] = keys
-            if len(self._removed) > _IDENTIFIERS:
-                del self._removed[next(iter(self._removed))]
-            self.tiers.remove(keys)
-
-    def _catch_up(self, key: Key, identifier: str) -> None:
-        """What was forgotten before its namespace or modality came by goes now."""
-        with self._lock:
-            if self._cleared is not None and key.namespace not in self._cleared:
-                self._cleared.add(key.namespace)
-                self.tiers.clear(key.namespace)
-            removed = self._removed.get(identifier)
-            if removed is not None and key not in removed:
-                removed.add(key)
-                self.tiers.remove((key,))
-
-    def _fetch(self, loading: Mapping[Key, Entry]) -> None:
+    def _fetch(self, loading: Mapping[Key, Entry], began: int) -> None:
         if not loading:
             return
 
         def done(found: dict[Key, Tensor]) -> None:
             for key, entry in loading.items():
-                rows = found.get(key)
+                # What was read may be older than a forgetting, and the entry, reserved meanwhile, younger.
+                old = self._forgetting or self._forgotten.since(key.identifier, began)
+                rows = None if old else found.get(key)
                 if rows is not None and rows.shape[0] == entry.num_rows and self._intake.fits(entry.modality, rows):
                     nbytes = self._store.put(entry.handle, rows, copy=False)
                     self._ledger.loads.loaded(entry, nbytes)

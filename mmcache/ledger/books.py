@@ -35,7 +35,13 @@ def check_books(table: EntryTable, sessions: Iterable[Session]) -> None:
             _expect(f"released lookups at entry {entry.handle}", [t.plan_id for t in lookups if t.released], [])
         if not entry.detached:
             _expect(f"entry {entry.handle} can be found", entry.scope.get(entry.identifier) is entry, True)
-    for scope in table.scopes.values():
+        _expect(
+            f"the scope of entry {entry.handle} is the one", budget.scopes.get(entry.scope.key) is entry.scope, True
+        )
+    _expect("scopes are those of entries", len(budget.scopes), len({entry.scope.key for entry in entries}))
+    detached = Counter(entry.scope.key for entry in entries if entry.detached)
+    _expect("detached entries by scope", {key: s.detached for key, s in budget.scopes.items() if s.detached}, detached)
+    for scope in budget.scopes.values():
         for entry in scope.values():
             _expect(f"entry {entry.handle} is known by its handle", budget.entries.get(entry.handle) is entry, True)
     fixed = sum(e.nbytes for e in entries if e.pins or e.state is RESERVED)

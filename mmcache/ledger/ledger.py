@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
+from mmcache.errors import ConfigError
 from mmcache.items import MultimodalRequest
 from mmcache.ledger.books import check_books
 from mmcache.ledger.budget import Budget
@@ -14,7 +15,6 @@ from mmcache.ledger.checks import check_length, check_report, check_settings, ch
 from mmcache.ledger.loads import TierLoads
 from mmcache.ledger.records import Entry, PinnedMatch, Session, Ticket
 from mmcache.ledger.sessions import Sessions, id_of
-from mmcache.ledger.snapshots import decision_of, plan_of
 from mmcache.ledger.table import EntryTable
 from mmcache.ledger.tally import Tally, stats_of
 from mmcache.ledger.waiting import WaitingLine, Waits, news_of, wake
@@ -71,15 +71,13 @@ class EncoderLedger:
         self.counts = self._table.counts
         self._sessions = Sessions(self.budget)
         self._workers = Workers(self.ledger_id)
-        self._line = WaitingLine(self.budget.policy)
+        self._line = WaitingLine(self.budget)
         self._tally = Tally()
         self._woken = self._table.woken
         self._lock = threading.Lock()
         self._next_plan = 0
         self.loads = TierLoads(self._table, self._lock, self._wake)
         self.waits = Waits(self._table, self._lock, self._wake)
-
-    # -- what a reader may know ----------------------------------------------------------------------------------------
 
     @property
     def epoch(self) -> int:
@@ -99,8 +97,6 @@ class EncoderLedger:
         """Whether rows of the item's content are stored or on their way, as things stand. Nothing is pinned."""
         return self._table.holds(request, index)
 
-    # -- steps ---------------------------------------------------------------------------------------------------------
-
     def open(
         self,
         request: MultimodalRequest,
@@ -110,7 +106,11 @@ class EncoderLedger:
         lookahead: int,
         match: PinnedMatch | None = None,
     ) -> Ticket:
-        """Decide about the window `[start, end)` of a request; bounds are taken as valid (see `check_window`)."""
+        """Decide about the window `[start, end)` of a request; bounds are taken as valid (see `check_window`).
+
+        Raises:
+            ConfigError: the eviction policy failed (`Budget.complain`); it is as if nobody had asked.
+        """
         num_items = len(request.items)
         first, later, needed = needed_items(request, needed_from, end + lookahead, num_items)
         request_id = request.request_id
@@ -129,10 +129,15 @@ class EncoderLedger:
             session.tickets[ticket] = None
             if needed:
                 self._table.resolve(ticket, needed)
+        except ConfigError:
+            self._next_plan -= 1
+            self._table.give_up(ticket)
+            self._sessions.take_back(ticket)
+            raise
         finally:
             self._lock.release()
-        if self._woken:
-            self._wake()
+            if self._woken:
+                self._wake()
         return ticket
 
     def plan(
@@ -176,17 +181,12 @@ class EncoderLedger:
 
     def _send(self, ticket: Ticket) -> StepPlan:
         with self._lock:
-            self._workers.send(ticket)
-            drop = tuple(entry.handle for entry in self.budget.take_drops())
-            ticket.plan = plan_of(self.ledger_id, ticket, decision_of(ticket, self.epoch), drop)
-            return ticket.plan
+            return self._workers.send(ticket, self.epoch, self.budget.take_drops())
 
     def snapshot(self, ticket: Ticket) -> StepPlan:
         """The lookup's plan as it was decided, without handles to drop."""
         with self._lock:
-            if ticket.plan is None:
-                ticket.plan = plan_of(self.ledger_id, ticket, ticket.decided or decision_of(ticket, self.epoch))
-            return ticket.plan
+            return self._workers.snapshot(ticket, self.epoch)
 
     def cut(self, ticket: Ticket, num_scheduled_tokens: int) -> None:
         """`shrink`, of a lookup: what only the cut tokens needed is given up, as if never asked for."""
@@ -205,12 +205,16 @@ class EncoderLedger:
 
         Returns:
             Entries that were evicted to make room, or before: drop their rows, then store.
+
+        Raises:
+            ConfigError: the eviction policy failed; to ask again is to try again.
         """
         with self._lock:
             for index, nbytes in sizes.items():
                 entry = ticket.entries.get(index)
                 if entry is not None and entry.owner is ticket:
                     self._table.size(entry, nbytes, may_evict=True)
+            self.budget.complain()
             return self.budget.take_drops()
 
     def settle(self, step: Step, sizes: Mapping[int, int], seconds: float | None = None) -> None:
@@ -232,8 +236,6 @@ class EncoderLedger:
             check_report(self._table, ticket, sizes)
             self._table.settle(ticket, sizes, seconds)
         self._wake()
-
-    # -- ends of steps -------------------------------------------------------------------------------------------------
 
     def release(self, step: Step) -> bool:
         """End a step: give up what is still to be encoded or awaited; the request's pins stay. Idempotent.
@@ -273,8 +275,6 @@ class EncoderLedger:
         if ticket.event is not None or ticket.futures:
             self._woken.append(ticket)
 
-    # -- requests ------------------------------------------------------------------------------------------------------
-
     def commit(self, request: MultimodalRequest, num_tokens: int) -> int:
         """The KV of the first `num_tokens` tokens exists: unpin what has no row beyond them. Returns their number.
 
@@ -295,12 +295,11 @@ class EncoderLedger:
         request_id = id_of(request)
         with self._lock:
             self._line.withdraw(request_id)
-            session = self._sessions.pop(request_id, None)
-            open_tickets = [] if session is None else list(session.tickets)
+            session = self._sessions.pop(request_id, None) or Session(request_id)
+            open_tickets = list(session.tickets)
             for ticket in open_tickets:
                 self._close(ticket)
-            if session is not None and session.held:
-                self._sessions.unpin(session, list(session.held))
+            self._sessions.unpin(session, list(session.held))
         self._wake()
         return open_tickets
 
@@ -331,8 +330,6 @@ class EncoderLedger:
         """The request, or the one of that id, no longer waits. Idempotent."""
         with self._lock:
             self._line.withdraw(id_of(request))
-
-    # -- validity ------------------------------------------------------------------------------------------------------
 
     def invalidate(self, identifier: str | None = None) -> None:
         """Forget one content, or everything, and begin a new epoch; holders keep theirs.

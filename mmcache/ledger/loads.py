@@ -50,8 +50,7 @@ class TierLoads:
             nbytes = (row_bytes or 0) * request._num_rows[index]
             if row_bytes is None or identifier in scope or nbytes > table.budget.capacity - table.budget.used:
                 return None
-            entry = table.entry(scope, identifier, modality, request._num_rows[index], None)
-            scope[identifier] = entry
+            entry = table.entry(scope, identifier, modality, request._num_rows[index])
             table.budget.reserve(entry, nbytes)
             return entry
 
@@ -65,8 +64,3 @@ class TierLoads:
                 else:
                     self.table.publish(entry, nbytes, None)
         self.wake()
-
-    def scopes(self) -> list[tuple[str | None, str | None]]:
-        """(salt, adapter) of all requests seen."""
-        with self.lock:
-            return list(self.table.scopes)

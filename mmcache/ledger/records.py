@@ -41,15 +41,20 @@ _STORED, _MISSING, _IN_FLIGHT = ItemStatus.STORED, ItemStatus.MISSING, ItemStatu
 class Scope(dict[str, "Entry"]):
     """Entries by identifier that requests of one salt and adapter share.
 
+    The ledger knows a scope for as long as entries of it live, those included that no lookup finds any more. So all
+    that live refer to one scope, and a salt of which nothing is left costs nothing.
+
     Attributes:
         key: (salt, adapter).
+        detached: number of its entries that live and that no lookup finds.
     """
 
-    __slots__ = ("key",)
+    __slots__ = ("detached", "key")
 
     def __init__(self, key: tuple[str | None, str | None]) -> None:
         super().__init__()
         self.key = key
+        self.detached = 0
 
 
 class Entry:

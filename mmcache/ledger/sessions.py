@@ -83,6 +83,17 @@ class Sessions(dict[str, Session]):
                 if not any(entry in other.entries.values() for other in others):
                     self.unpin(session, (entry,))
 
+    def take_back(self, ticket: Ticket) -> None:
+        """A lookup could not be made: its request is as before it, but for what it no longer shares with nobody."""
+        session = ticket.session
+        ticket.released = True
+        del session.tickets[ticket]
+        if ticket.pinned:
+            self.unpin(session, ticket.pinned)
+        ticket.entries = {}
+        if not session.tickets and not session.held:
+            del self[session.request_id]
+
     def drop(self, entry: Entry) -> list[Ticket]:
         """Workers lost the entry: no request holds it; the open lookups that have it."""
         users = []

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable
 from mmcache.ledger.records import Decision, Entry, Ticket
 from mmcache.planning import ItemStatus, PlanBytes, PlannedItem, StepPlan, count_bytes, covered_beyond
 
-__all__ = ["bytes_of", "decision_of", "plan_of"]
+__all__ = ["bytes_of", "decision_of", "keep", "plan_of"]
 
 Row = tuple[int, ItemStatus, int, int]
 
@@ -15,6 +15,12 @@ Row = tuple[int, ItemStatus, int, int]
 def decision_of(ticket: Ticket, epoch: int) -> Decision:
     """What is decided as things stand: no more than what the plan needs and what will change."""
     return epoch, _rows(ticket)
+
+
+def keep(ticket: Ticket, epoch: int) -> None:
+    """The lookup's statuses are about to change, and its plan is a snapshot of what was decided."""
+    if ticket.plan is None and ticket.decided is None and not ticket.released:
+        ticket.decided = decision_of(ticket, epoch)
 
 
 def bytes_of(ticket: Ticket, encoded: Container[Entry] = ()) -> PlanBytes:

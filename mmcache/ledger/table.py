@@ -10,7 +10,7 @@ from mmcache.errors import RequestError
 from mmcache.items import MultimodalRequest
 from mmcache.ledger.budget import Budget
 from mmcache.ledger.records import READY, RESERVED, Entry, Scope, Ticket
-from mmcache.ledger.snapshots import decision_of
+from mmcache.ledger.snapshots import keep
 
 __all__ = ["EntryTable"]
 
@@ -39,7 +39,7 @@ class EntryTable:
         self.epoch = 0
         self.counts: Counter[str] = Counter()
         self.woken: list[Ticket] = []
-        self.scopes: dict[tuple[str | None, str | None], Scope] = {}
+        self.scopes = budget.scopes
         self._configured_row_bytes = dict(row_bytes)
         self._lease_seconds = lease_seconds
         self._split_by_adapter = split_by_adapter
@@ -47,12 +47,10 @@ class EntryTable:
         self._next_handle = 0
 
     def scope_of(self, request: MultimodalRequest) -> Scope:
-        """The entries that the request can share."""
+        """The entries that the request can share; where there are none, a scope that is known with its first entry."""
         key = (request.cache_salt, request.adapter if self._split_by_adapter else None)
         scope = self.scopes.get(key)
-        if scope is None:
-            scope = self.scopes[key] = Scope(key)
-        return scope
+        return Scope(key) if scope is None else scope
 
     def content_of(self, request: MultimodalRequest, identifier: str) -> tuple[str | None, str | None, str]:
         """What two items have in common if they share an embedding: (salt, adapter, identifier)."""
@@ -66,7 +64,11 @@ class EntryTable:
         return entry is not None and (entry.modality, entry.num_rows) == (item.modality, item.placeholder.num_embeds)
 
     def resolve(self, ticket: Ticket, needed: Iterable[int]) -> None:
-        """Find, join or reserve an entry for each needed item, and pin what is ready."""
+        """Find, join or reserve an entry for each needed item, and pin what is ready.
+
+        Raises:
+            ConfigError: the eviction policy failed; the lookup has to be taken back.
+        """
         request, session, entries = ticket.request, ticket.session, ticket.entries
         held, passed = session.held, session.passed
         scope = self.scopes.get((request.cache_salt, request.adapter if self._split_by_adapter else None))
@@ -82,7 +84,7 @@ class EntryTable:
                 # Room that is free is taken at once; where some has to be made, all that is ready is pinned first.
                 nbytes = num_rows[index] * self.row_bytes.get(items[index]._modality, 0)
                 if 0 < nbytes <= budget.capacity - budget.used:
-                    entries[index] = self.reserve(ticket, scope, index)
+                    entries[index] = self.reserve(ticket, scope, index, free=nbytes)
                 else:
                     entries[index] = None
                     absent.append(index)
@@ -111,6 +113,8 @@ class EntryTable:
                 entries[index] = self._obtain(ticket, scope, index)
             else:
                 entries[index] = self.reserve(ticket, scope, index)
+        if budget.fault is not None:
+            budget.complain()
 
     def _obtain(self, ticket: Ticket, scope: Scope, index: int) -> Entry:
         """An entry for one item: what is ready, the lookup's own, somebody else's, or a new one."""
@@ -126,20 +130,27 @@ class EntryTable:
             return entry
         return entry if entry.owner is ticket else self._join(ticket, scope, entry, index)
 
-    def reserve(self, ticket: Ticket, scope: Scope, index: int, *, listed: bool = True) -> Entry:
-        """Make the lookup the owner of a new entry; one that is not listed is for this lookup alone."""
+    def reserve(self, ticket: Ticket, scope: Scope, index: int, *, listed: bool = True, free: int = 0) -> Entry:
+        """Make the lookup the owner of a new entry, for itself alone if not `listed`; `free`: a size that has room."""
         request = ticket.request
         identifier, rows = request._identifiers[index], request._num_rows[index]
         modality = request.items[index]._modality
         self._next_handle = handle = self._next_handle + 1  # as `entry`: every new item passes here
         entry = Entry(handle, scope, identifier, modality, rows, ticket, self._clock())
-        self.budget.entries[handle] = entry
+        (budget := self.budget).entries[handle] = entry
         if listed:
+            if not scope:
+                self.scopes[scope.key] = scope
             scope[identifier] = entry
-            row_bytes = self.row_bytes.get(modality)
-            if row_bytes is not None:
-                self.budget.reserve(entry, rows * row_bytes)
+            if free:
+                entry.sized = True
+                entry.nbytes = free
+                budget.used += free
+                budget.fixed += free
+            elif (row_bytes := self.row_bytes.get(modality)) is not None:
+                budget.reserve(entry, rows * row_bytes)
         else:
+            scope.detached += 1
             entry.detached = entry.sized = True
             entry.cached = False
         if ticket.unsettled is None:
@@ -148,11 +159,12 @@ class EntryTable:
             ticket.unsettled.append(entry)
         return entry
 
-    def entry(self, scope: Scope, identifier: str, modality: str, rows: int, owner: Ticket | None) -> Entry:
-        """A new entry, known by its handle and not yet by its identifier."""
-        self._next_handle += 1
-        entry = Entry(self._next_handle, scope, identifier, modality, rows, owner, self._clock())
-        self.budget.entries[entry.handle] = entry
+    def entry(self, scope: Scope, identifier: str, modality: str, rows: int) -> Entry:
+        """A new entry that nobody owns."""
+        self._next_handle = handle = self._next_handle + 1
+        entry = Entry(handle, scope, identifier, modality, rows, None, self._clock())
+        self.scopes[scope.key] = scope
+        self.budget.entries[handle] = scope[identifier] = entry
         return entry
 
     def hold(self, ticket: Ticket, entry: Entry) -> None:
@@ -167,7 +179,7 @@ class EntryTable:
         if entry.state is RESERVED:
             # Somebody encodes it as the other: whichever is wrong fails on its own, not both. Once for all its places.
             for own in ticket.unsettled or ():
-                if own.owner is ticket and own.scope is scope and own.identifier == entry.identifier:
+                if own.owner is ticket and own.identifier == entry.identifier:
                     return own
             return self.reserve(ticket, scope, index, listed=False)
         self.detach(entry, "stale")
@@ -231,7 +243,7 @@ class EntryTable:
                 self.budget.settle(entry)
         else:
             entry.users = len(users)
-            self._unlist(entry)
+            self.budget.unlist(entry)
             if not users:
                 self.budget.forget(entry)
         for waiter in waiters:
@@ -301,25 +313,29 @@ class EntryTable:
 
         Raises:
             RequestError: the content is not named by a string.
+            ConfigError: the eviction policy failed; all is forgotten as it should be.
         """
         if identifier is not None and not isinstance(identifier, str):
             raise RequestError("a content is named by its identifier", expected="a string", found=repr(identifier))
         self.epoch += 1
-        for scope in self.scopes.values():
-            listed = list(scope.values()) if identifier is None else [e for e in (scope.get(identifier),) if e]
-            # Ready ones first: what takes the place of a reservation should not have to evict what goes anyway.
-            for entry in sorted(listed, key=lambda entry: entry.state is RESERVED):
-                if not entry.detached:
-                    self.detach(entry, "invalidated")
+        if identifier is None:
+            listed = [entry for entry in self.budget.entries.values() if not entry.detached]
+        else:
+            listed = [scope[identifier] for scope in self.scopes.values() if identifier in scope]
+        # Ready ones first: what takes the place of a reservation should not have to evict what goes anyway.
+        for entry in sorted(listed, key=lambda entry: (entry.state is RESERVED, entry.handle)):
+            if not entry.detached:
+                self.detach(entry, "invalidated")
         if identifier is None:
             self.row_bytes = dict(self._configured_row_bytes)
+        self.budget.complain()
 
     def detach(self, entry: Entry, cause: str) -> None:
         """No new lookup finds the entry from now on; those who hold it keep it."""
         if entry.state is RESERVED:
             self._supersede(entry)
             return
-        self._unlist(entry)
+        self.budget.unlist(entry)
         if entry.pins:
             self.budget.unrank(entry)
         else:
@@ -328,7 +344,7 @@ class EntryTable:
     def _supersede(self, entry: Entry) -> None:
         """A reserved entry will not be published: its owner may finish it for itself, waiters begin anew among them."""
         self._freeze(entry)
-        self._unlist(entry)
+        self.budget.unlist(entry)
         if entry.cached:
             self.budget.uncache(entry)
         waiters, entry.waiters = entry.waiters, ()
@@ -353,13 +369,16 @@ class EntryTable:
         """Workers no longer have these ready entries: the lookups that use one encode it anew, one for all.
 
         All go before any is taken anew: they need no room any more, and there is nothing of them to evict.
+
+        Raises:
+            ConfigError: the eviction policy failed; all that is lost is to be encoded anew.
         """
         for _, users in lost:
             for ticket in users:
-                self._keep(ticket)
+                keep(ticket, self.epoch)
         for entry, _ in lost:
             self.counts["lost"] += 1
-            self._unlist(entry)
+            self.budget.unlist(entry)
             self.budget.lose(entry)
         for entry, users in lost:
             for ticket in users:
@@ -370,20 +389,11 @@ class EntryTable:
                     if new.owner is ticket and new not in (ticket.mine or ()):
                         ticket.mine = [*(ticket.mine or ()), new]
                         self.woken.append(ticket)
-
-    def _unlist(self, entry: Entry) -> None:
-        if not entry.detached:
-            entry.detached = True
-            if entry.scope.get(entry.identifier) is entry:
-                del entry.scope[entry.identifier]
+        self.budget.complain()
 
     def _freeze(self, entry: Entry) -> None:
         """Statuses of these lookups are about to change, and their plans are snapshots of what was decided."""
         if entry.owner is not None:
-            self._keep(entry.owner)
+            keep(entry.owner, self.epoch)
         for ticket in entry.waiters:
-            self._keep(ticket)
-
-    def _keep(self, ticket: Ticket) -> None:
-        if ticket.plan is None and ticket.decided is None and not ticket.released:
-            ticket.decided = decision_of(ticket, self.epoch)
+            keep(ticket, self.epoch)

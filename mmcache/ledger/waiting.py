@@ -7,10 +7,11 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from mmcache.ledger.budget import Budget
 from mmcache.ledger.records import READY, RESERVED, Ticket
 from mmcache.ledger.table import EntryTable
 from mmcache.planning import ItemStatus, Progress
-from mmcache.policies import EvictionPolicy, QueueAwarePolicy
+from mmcache.policies import QueueAwarePolicy
 
 if TYPE_CHECKING:
     import asyncio  # 0.02 s, and only tasks that wait need it
@@ -27,33 +28,50 @@ class WaitingLine:
         positions: place in the line and contents, by request.
     """
 
-    def __init__(self, policy: EvictionPolicy) -> None:
+    def __init__(self, budget: Budget) -> None:
         self.positions: dict[str, tuple[int, Sequence[Hashable]]] = {}
-        self._policy = policy if isinstance(policy, QueueAwarePolicy) else None
+        self._budget = budget
+        self._policy = budget.policy if isinstance(budget.policy, QueueAwarePolicy) else None
         self._last = 0
 
     def announce(self, request_id: str, contents: Sequence[Hashable]) -> None:
-        """The request waits, and will need these; if it waits already it keeps its place."""
+        """The request waits, and will need these; if it waits already it keeps its place.
+
+        Raises:
+            ConfigError: the eviction policy failed; the request waits all the same.
+        """
         position = self.withdraw(request_id)
         if position is None:
             self._last = position = self._last + 1
         self.positions[request_id] = (position, contents)
         if self._policy is not None:
-            self._policy.announce(position, contents)
+            try:
+                self._policy.announce(position, contents)
+            except Exception as error:
+                self._budget.failed("announce", error)
+        self._budget.complain()
 
     def withdraw(self, request_id: str) -> int | None:
         """The request no longer waits; its place, if it did. Idempotent."""
         position, contents = self.positions.pop(request_id, (None, ()))
         if position is not None and self._policy is not None:
-            self._policy.withdraw(position, contents)
+            try:
+                self._policy.withdraw(position, contents)
+            except Exception as error:
+                self._budget.failed("withdraw", error)
         return position
 
 
 def news_of(table: EntryTable, ticket: Ticket) -> Progress:
-    """What has changed for a lookup since it was last asked; takes over from owners beyond their lease."""
+    """What has changed for a lookup since it was last asked; takes over from owners beyond their lease.
+
+    Raises:
+        ConfigError: the eviction policy failed; what was taken over is, and the news are kept.
+    """
     for entry in list(ticket.unsettled or ()):
         if entry.state is RESERVED and entry.owner is not ticket and table.expired(entry):
             table.take_over_expired(entry)
+            table.budget.complain()
     arrived, mine = ticket.arrived, ticket.mine
     if arrived is None and mine is None:
         return _NOTHING

@@ -8,15 +8,22 @@ from typing import TypeAlias
 from mmcache.errors import ReleasedError, RequestError
 from mmcache.integers import as_int
 from mmcache.ledger.records import READY, Entry, Ticket
+from mmcache.ledger.snapshots import decision_of, plan_of
 from mmcache.planning import StepPlan
 
 __all__ = ["Step", "Workers"]
 
 Step: TypeAlias = Ticket | StepPlan
 
+_WORKERS = 1 << 12
+"""Whose starts are remembered."""
+
 
 class Workers:
     """Open plans by their number, and the start of each worker's store. No lock here: the ledger holds it.
+
+    Of a worker that has not reported for long while thousands of others did, the start is forgotten; unless it says
+    what it holds, it counts as having started anew.
 
     Attributes:
         plans: the lookups whose plans were sent and that are still open.
@@ -26,6 +33,7 @@ class Workers:
         self.plans: dict[int, Ticket] = {}
         self._ledger_id = ledger_id
         self._epochs: dict[Hashable, str] = {}
+        self._forgot = False
 
     def find(self, plan: StepPlan) -> Ticket | None:
         """The lookup of a plan, or None if it has ended or is another ledger's, whose plans have numbers, too.
@@ -53,13 +61,22 @@ class Workers:
             )
         return ticket
 
-    def send(self, ticket: Ticket) -> None:
-        """A plan goes out: from now on workers may write the rows of what it calls missing."""
+    def send(self, ticket: Ticket, epoch: int, drops: Iterable[Entry]) -> StepPlan:
+        """The plan that goes out: from now on workers may write the rows of what it calls missing."""
         if not ticket.released:
             self.plans[ticket.plan_id] = ticket
         for entry in ticket.unsettled or ():
             if entry.owner is ticket:
                 entry.written = True
+        drop = tuple(entry.handle for entry in drops)
+        ticket.plan = plan_of(self._ledger_id, ticket, decision_of(ticket, epoch), drop)
+        return ticket.plan
+
+    def snapshot(self, ticket: Ticket, epoch: int) -> StepPlan:
+        """The plan of a lookup as it was decided, or as it last went out."""
+        if ticket.plan is None:
+            ticket.plan = plan_of(self._ledger_id, ticket, ticket.decided or decision_of(ticket, epoch))
+        return ticket.plan
 
     def lost(
         self,
@@ -78,9 +95,13 @@ class Workers:
         gone = {handle for handle in _handles(lost, "lost") if handle in entries and entries[handle].state is READY}
         if kept is not None:
             gone.update(h for h, entry in entries.items() if entry.state is READY and h not in kept)
-        elif self._epochs.get(worker, epoch) != epoch:
+        elif self._epochs.get(worker, None if self._forgot else epoch) != epoch:
             gone.update(h for h, entry in entries.items() if entry.state is READY)
+        self._epochs.pop(worker, None)
         self._epochs[worker] = epoch
+        if len(self._epochs) > _WORKERS:
+            del self._epochs[next(iter(self._epochs))]
+            self._forgot = True
         return [entries[handle] for handle in sorted(gone)]
 
 

@@ -9,7 +9,11 @@ __all__ = ["EvictionPolicy"]
 
 
 class EvictionPolicy(Protocol):
-    """An order of eviction over opaque keys. A key stands for the same entry for as long as that entry lives."""
+    """An order of eviction over opaque keys. A key stands for the same entry for as long as that entry lives.
+
+    What a policy raises, and a victim that is no candidate, a lookup or whatever else asks for room raises as
+    `ConfigError`; nothing is evicted for it.
+    """
 
     def add(self, key: Hashable, nbytes: int, cost: float = 1.0, content: Hashable = None) -> None:
         """Make an entry a candidate: a new one, or one whose last pin went. No use of it is counted but the first.
