@@ -32,7 +32,7 @@ def order(request: pytest.FixtureRequest) -> Iterator[str]:
     """What a sender does first: a module that uses this runs its tests as with little payload and as with much."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "step first":
-            patch.setattr("mmcache.ipc.payload._LARGE", 0)
+            patch.setattr("mmcache.ipc.gather._LARGE", 0)
         yield request.param
 
 

@@ -17,7 +17,7 @@ from mmcache.ipc.wire import Kind, parse_frame
 
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scheduler]:
-    monkeypatch.setattr("mmcache.ipc.payload._LARGE", 0)  # as payload of megabytes
+    monkeypatch.setattr("mmcache.ipc.gather._LARGE", 0)  # as payload of megabytes
     arena = Arena(1 << 18)
     yield Scheduler(arena)
     arena.close()
@@ -174,7 +174,7 @@ def test_what_is_there_goes_out_with_its_step(scheduler: Scheduler) -> None:
 
 
 def test_little_payload_is_written_first(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmcache.ipc.payload._LARGE", PIXELS + 1)
+    monkeypatch.setattr("mmcache.ipc.gather._LARGE", PIXELS + 1)
     worker = scheduler.add("w")
     scheduler.send(three())
     assert kinds(worker.receiver._channel.inbox) == [Kind.STEP]

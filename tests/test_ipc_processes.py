@@ -26,7 +26,7 @@ CONTENT_BYTES = SHAPE[0] * SHAPE[1] * 4
 
 # Processes of their own, started from one that has imported everything: a restart takes milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["ipc_worker"])
+CONTEXT.set_forkserver_preload(["torch", "mmcache.ipc", "mmcache.merge", "mmcache.store", "mmcache.transfer"])
 
 
 class Engine:
@@ -88,7 +88,7 @@ class Engine:
             self.moved |= {int(request.items[index].identifier) for index in plan.missing}
             parts.append((request, plan))
         # Some steps go out before their payload, as if it were large, and some after it.
-        self.patch.setattr("mmcache.ipc.payload._LARGE", self.rng.choice([0, 1 << 20]))
+        self.patch.setattr("mmcache.ipc.gather._LARGE", self.rng.choice([0, 1 << 20]))
         self.under_way[self.sender.send(parts)] = (parts, set(self.processes))
         self.steps += 1
 

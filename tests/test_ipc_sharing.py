@@ -219,6 +219,9 @@ def test_regions_belong_to_their_arena() -> None:
         with pytest.raises(FieldError, match="tensors"):
             one.hold("key", {"x": value})  # type: ignore[dict-item]
     one.release(region)
+    one.discard("key")
+    with pytest.raises(ReleasedError):
+        one.retain(region)  # nobody holds it any more
     assert one.stats().referenced == 0
     one.close()
     other.close()

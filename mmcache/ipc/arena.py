@@ -139,10 +139,12 @@ class Arena:
         if unwritten is None:
             return
         written = 0
+        # As they are now: a source that is written to meanwhile is another one when it comes again.
+        sources = _identities([source for _, _, source in unwritten])
         for offset, tensor, _ in unwritten:
             written += tensor.numel() * tensor.element_size()
             write_tensor(self._address + region.offset + offset, tensor)
-        region.sources = _identities([source for _, _, source in unwritten])
+        region.sources = sources
         region.unwritten = None
         self._seal(region)
         with self._lock:
@@ -183,10 +185,23 @@ class Arena:
             self._retain(region)
             return region
 
+    def pin(self, key: Hashable) -> Region | None:
+        """What lies under a key, whatever it is, with one reference: no room is made of it."""
+        with self._lock:
+            region = self._index.get(key)
+            if region is not None:
+                self._retain(region)
+            return region
+
     def retain(self, region: Region, times: int = 1) -> None:
-        """One more reference, or several, to a region that the caller holds."""
+        """One more reference, or several, to a region that the caller holds.
+
+        Raises:
+            ReleasedError: nobody holds it, or it is another arena's; nothing changes.
+        """
         self._check_own(region)
         with self._lock:
+            _check_held(region)
             self._retain(region, times)
 
     def release(self, region: Region) -> None:
@@ -266,10 +281,11 @@ class Arena:
         # since ids that clients give may be wrong, and comparing costs less than writing.
         offsets = [offset for _, _, leaves in layout for _, _, offset in leaves]
         address = self._address + region.offset
+        identities = _identities(sources)
         if all(same_bytes(address, offset, tensor) for offset, tensor in zip(offsets, tensors)):
             with self._lock:
                 self._reuses += 1
-                region.sources = _identities(sources)
+                region.sources = identities
             return region
         self.release(region)
         return None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from mmcache.errors import RequestError
+from mmcache.errors import FieldError, RequestError
+from mmcache.fields import ItemFields
+from mmcache.ipc.values import flatten
 from mmcache.items import MultimodalRequest
-from mmcache.planning import StepPlan
+from mmcache.planning import StepPlan, check_index
 
-__all__ = ["check_pairs", "check_plan", "check_request"]
+__all__ = ["check_pairs", "check_plan", "check_request", "check_supplied"]
 
 
 def check_request(request: object) -> None:
@@ -39,3 +41,26 @@ def check_plan(request: MultimodalRequest, plan: StepPlan) -> None:
             expected=f"at most {len(request.items)} items",
             found=f"a plan for {plan.request_id!r} with {plan.num_items} items",
         )
+
+
+def check_supplied(request: MultimodalRequest, fields: Mapping[int, ItemFields]) -> None:
+    """Raise RequestError or FieldError unless these can be fields of the request's items."""
+    check_request(request)
+    if not isinstance(fields, Mapping):
+        raise RequestError("content is fields by item", request_id=request.request_id, found=type(fields).__name__)
+    for index, given in fields.items():
+        check_index(request.request_id, index, len(request.items))
+        modality = request.items[index].modality
+        if not isinstance(given, ItemFields) or given.modality != modality:
+            raise RequestError(
+                "an item is supplied with fields of its modality",
+                request_id=request.request_id,
+                item=index,
+                expected=modality,
+                found=given.modality if isinstance(given, ItemFields) else type(given).__name__,
+            )
+        for name, value in given.items():
+            try:
+                flatten(value, name)
+            except FieldError as error:
+                raise error.about(request_id=request.request_id, item=index) from None

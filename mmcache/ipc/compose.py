@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import TracebackType
 
 import msgspec
 
@@ -11,7 +12,7 @@ from mmcache.errors import ArenaFullError, MMCacheError, RequestError
 from mmcache.ipc.arena import Arena
 from mmcache.ipc.delta import encode_delta
 from mmcache.ipc.messages import Delta, Step, encode
-from mmcache.ipc.payload import Buffers, Held, give_back
+from mmcache.ipc.payload import Buffers, Held
 from mmcache.ipc.peers import Peer, StepPart
 from mmcache.ipc.plans import encode_plan
 from mmcache.ipc.regions import Region
@@ -48,7 +49,7 @@ class StepBody(msgspec.Struct):
 
 
 class Composer:
-    """Makes the bodies of one step. Holds payload and bodies until `close`, and lends them to workers.
+    """Makes the bodies of one step, and lends them and payload to workers. A context manager: gives back the rest.
 
     Attributes:
         step: its number.
@@ -65,7 +66,7 @@ class Composer:
         self.step = step
 
     def add(self, part: StepPart, held: Sequence[Held] = ()) -> None:
-        """One request's part, and its payload, which is given back at `close`."""
+        """One request's part, and its payload, which the caller holds until the step is sent."""
         self.parts.append(part)
         self._held.append(held)
 
@@ -102,16 +103,17 @@ class Composer:
                     arena.retain(region, more)
             body.region = None
 
-    def close(self) -> None:
-        """Give back what was held and not lent."""
-        arena = self._arena
-        if arena is not None:
-            for held in self._held:
-                if held:
-                    give_back(arena, held)
+    def __enter__(self) -> Composer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._arena is not None:
             for body in self._bodies.values():
-                if body.region is not None:
-                    arena.release(body.region)
+                region, body.region = body.region, None
+                if region is not None:
+                    self._arena.release(region)
         self._held, self._bodies = [], {}
 
     def _compose(self, known: Sequence[tuple[int, int]], peer: Peer) -> StepBody:
@@ -121,10 +123,10 @@ class Composer:
         for part, base in zip(self.parts, known):
             request, uid = part.request, part.uid
             if uid not in told:
-                now = told[uid] = (request.num_tokens, len(request.items))
+                now = told[uid] = part.extent
                 if now != base or base == _NOTHING:
                     try:
-                        deltas.append(encode_delta(request, uid, *base, buffers.buffers))
+                        deltas.append(encode_delta(request, uid, base, now, buffers.buffers))
                     except MMCacheError as error:
                         raise error.about(request_id=request.request_id) from None
         owed = peer.owed

@@ -24,19 +24,24 @@ _FEW = 16
 
 
 def encode_delta(
-    request: MultimodalRequest, uid: int, tokens_from: int, items_from: int, buffers: list[bytes | memoryview]
+    request: MultimodalRequest,
+    uid: int,
+    start: tuple[int, int],
+    end: tuple[int, int],
+    buffers: list[bytes | memoryview],
 ) -> Delta:
-    """The tokens and items of a request from some point on; what is long is appended to the message's buffers.
+    """The (tokens, items) of a request between two points; what is long is appended to the message's buffers.
 
     Raises:
         FieldError: a `keep_on_cpu` field cannot travel.
     """
-    items = request.items[items_from:] if items_from else request.items
-    tokens = request._buffer[tokens_from : request.num_tokens]
+    (tokens_from, items_from), (tokens_to, items_to) = start, end
+    items = request.items[items_from:items_to]
+    tokens = request._buffer[tokens_from:tokens_to]
     lengths = [item._placeholder._length for item in items]
     names = [item._modality for item in items]
     modalities = list(dict.fromkeys(names))
-    run_counts, runs = ([], b"") if request._num_rows[items_from:] == lengths else _runs(items)
+    run_counts, runs = ([], b"") if request._num_rows[items_from:items_to] == lengths else _runs(items)
     schemas, schema_of, members = _schemas(items)
     columns, metadata = _columns(schemas, members)
     number = len(buffers)
@@ -49,10 +54,10 @@ def encode_delta(
         tokens_from=tokens_from,
         items_from=items_from,
         tokens=number,
-        identifiers=request._identifiers[items_from:],
+        identifiers=request._identifiers[items_from:items_to],
         modalities=modalities,
         modality_of=[modalities.index(name) for name in names] if len(modalities) > 1 else [],
-        offsets=request._offsets[items_from:],
+        offsets=request._offsets[items_from:items_to],
         lengths=lengths,
         run_counts=run_counts,
         runs=number + 1,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from mmcache.ipc.arena import Arena
 from mmcache.ipc.compose import Composer, StepBody
+from mmcache.ipc.gather import Gatherer
 from mmcache.ipc.peers import Peer, Sent
 from mmcache.ipc.regions import Region
 from mmcache.ipc.wire import Kind, inline_frame, region_frame
@@ -30,23 +31,17 @@ class Links:
         self.messages = self.message_bytes = 0
         self.quarantine: list[tuple[int, list[Region]]] = []
 
-    def send_step(
-        self, composer: Composer, bodies: Sequence[tuple[Peer, StepBody]], ahead: bool = False
-    ) -> list[tuple[Peer, bytes]]:
-        """Send a step to workers that have joined, and lend them what they read.
+    def send_step(self, composer: Composer, bodies: Sequence[tuple[Peer, StepBody]], gatherer: Gatherer) -> None:
+        """Send a step to workers that have joined, lend them what they read, and write what is not written yet.
 
-        Args:
-            composer: of the step.
-            bodies: workers and what they get.
-            ahead: whether payload is still to be written.
-
-        Returns:
-            What to `put` when all is written.
+        A signal's exception costs nobody else the step: who was being spoken to is given up, the others get both
+        messages. Where the copy was interrupted they find that it is not there, and get it when they join again.
         """
         composer.lend()
         frames = []
         written = []
         session = self.session
+        ahead = gatherer.unwritten
         for peer, body in bodies:
             number = peer.sequence = peer.sequence + 1
             peer.sent[number] = Sent(composer.step, composer.parts, body.told, body.regions)
@@ -59,12 +54,20 @@ class Links:
             frames.append((peer, frame))
             if waits:
                 written.append((peer, inline_frame(Kind.WRITTEN, session, peer.epoch, number)))
-        self.put(frames)
-        return written
+        if not ahead:
+            self.put(frames)
+            return
+        try:
+            self.put(frames)
+        finally:
+            try:
+                gatherer.write()
+            finally:
+                self.put(written)
 
     def put(self, frames: Sequence[tuple[Peer, bytes]]) -> None:
         """Send each worker its frame; a channel that is broken ends the worker's epoch."""
-        for peer, frame in frames:
+        for position, (peer, frame) in enumerate(frames, 1):
             if peer.channel is None:
                 continue
             try:
@@ -72,6 +75,11 @@ class Links:
             except (OSError, EOFError):
                 self.break_off(peer)
                 continue
+            except BaseException:
+                # Nobody knows how much of the message went out, and the others must not lack theirs.
+                self.break_off(peer)
+                self.put(frames[position:])
+                raise
             self.messages += 1
             self.message_bytes += len(frame)
 

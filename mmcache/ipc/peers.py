@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from mmcache.errors import MessageError, MissingContentError
+from mmcache.errors import FieldError, MessageError, MissingContentError
 from mmcache.ipc.channel import Channel, speaker, waiter
 from mmcache.ipc.regions import Region
 from mmcache.items import MultimodalRequest
@@ -25,13 +25,14 @@ class LostRows:
         request_id: of the plan's request.
         plan: the plan.
         items: their indices; the payload of these was sent again.
-        error: names those of them that nobody has any more; the worker runs the step without this request.
+        error: names those of them that nobody has any more, or one that cannot travel; the worker runs the step without
+            this request.
     """
 
     request_id: str
     plan: StepPlan
     items: tuple[int, ...]
-    error: MissingContentError | None
+    error: MissingContentError | FieldError | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +61,18 @@ class WorkerReport:
 
 
 class StepPart(msgspec.Struct, frozen=True):
-    """One request in a step, as it was sent: `uid` is the sender's number of the request."""
+    """One request in a step.
+
+    Attributes:
+        request, plan: as they were given.
+        uid: the sender's number of the request.
+        extent: the (tokens, items) that the request had; it may have grown since.
+    """
 
     request: MultimodalRequest
     plan: StepPlan
     uid: int
+    extent: tuple[int, int]
 
 
 class Sent(msgspec.Struct):
@@ -149,6 +157,11 @@ class Peer:
 
     def __post_init__(self) -> None:
         self.connect(self.channel)
+
+    @property
+    def joined(self) -> bool:
+        """Whether the next step can go out to it: it has joined, and all steps before have gone out."""
+        return self.epoch > 0 and not self.waiting
 
     def base(self, uid: int) -> tuple[int, int]:
         """The (tokens, items) of a request that the worker acknowledged."""

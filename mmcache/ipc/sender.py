@@ -10,19 +10,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from mmcache.errors import ConfigError, MessageError, RequestError
+from mmcache.errors import ConfigError, FieldError, MessageError, MissingContentError
 from mmcache.fields import ItemFields
 from mmcache.ipc.arena import Arena
 from mmcache.ipc.channel import Channel
-from mmcache.ipc.checks import check_pairs, check_plan, check_request
+from mmcache.ipc.checks import check_pairs, check_plan, check_request, check_supplied
 from mmcache.ipc.compose import Composer
+from mmcache.ipc.gather import Gatherer
 from mmcache.ipc.links import Links
 from mmcache.ipc.messages import Hello, Payload, Report, Resend, Welcome, decode, encode
-from mmcache.ipc.payload import Buffers, Held, Later, give_back, hold_payload, missing_content, needed_payload
+from mmcache.ipc.payload import Buffers, Held, missing_content, needed_payload
 from mmcache.ipc.peers import LostRows, Peer, Sent, StepPart, WorkerReport
 from mmcache.ipc.wire import Frame, Kind, body_parts, inline_frame, parse_body, parse_frame
 from mmcache.items import MultimodalRequest
-from mmcache.planning import StepPlan, check_index
+from mmcache.planning import StepPlan
 
 __all__ = ["Sender", "SenderStats"]
 
@@ -124,41 +125,29 @@ class Sender:
         peers = self._named(workers)
         pairs = check_pairs(parts)
         new: dict[str, tuple[MultimodalRequest, int]] = {}
-        composer = Composer(self.arena, self._steps + 1)
+        joined = [peer for peer in peers if peer.joined]
         # A worker takes the step in while its payload is copied, if none needs the bytes for its message.
-        joined = [peer for peer in peers if peer.epoch]
-        later: Later | None = {} if joined and all(peer.attached for peer in joined) else None
-        try:
-            for request, plan in pairs:
-                check_plan(request, plan)
-                part = StepPart(request, plan, self._uid_of(request, new))
-                if not plan.items:
-                    composer.add(part)
-                    continue
-                held, missing = self._hold(request, needed_payload(plan), later)
-                composer.add(part, held)
-                if missing:
-                    raise missing_content(request, missing)
-            bodies = [(peer, composer.body(peer)) for peer in joined]
-            if not bodies:
-                composer.body(Peer("", None))  # nobody has joined: what cannot travel is still refused now
-        except BaseException:
-            composer.close()
+        ahead = bool(joined) and all(peer.attached for peer in joined)
+        with (
+            Composer(self.arena, self._steps + 1) as composer,
+            Gatherer(self.arena, self._links.reap, ahead=ahead) as gatherer,
+        ):
+            try:
+                self._gather(composer, gatherer, pairs, new)
+                bodies = [(peer, composer.body(peer)) for peer in joined]
+                if not bodies:
+                    composer.body(Peer("", None))  # nobody has joined: what cannot travel is still refused now
+            except BaseException:
+                for peer in peers:
+                    for _, plan in pairs:
+                        peer.owe(plan)
+                raise
+            self._steps += 1
+            self._note(new)
             for peer in peers:
-                for _, plan in pairs:
-                    peer.owe(plan)
-            raise
-        self._steps += 1
-        self._note(new)
-        for peer in peers:
-            if not peer.epoch:
-                peer.waiting.append(Sent(self._steps, composer.parts))
-        written = self._links.send_step(composer, bodies, bool(later))
-        try:
-            if later:
-                self._write(later, written)
-        finally:
-            composer.close()
+                if not peer.joined:
+                    peer.waiting.append(Sent(self._steps, composer.parts))
+            self._links.send_step(composer, bodies, gatherer)
         return self._steps
 
     def poll(self) -> list[WorkerReport]:
@@ -172,6 +161,8 @@ class Sender:
             try:
                 while peer.channel is not None and peer.poll(0):
                     self._handle(peer, parse_frame(peer.channel.recv_bytes()))
+                while peer.waiting and peer.epoch:
+                    self._send_again(peer, peer.waiting.popleft())
             except (OSError, EOFError):
                 self._links.break_off(peer)
             except MessageError as error:
@@ -189,21 +180,9 @@ class Sender:
 
         Raises:
             RequestError: the request has no such item, or the fields are of another modality; nothing is taken.
+            FieldError: a field cannot travel; nothing is taken.
         """
-        check_request(request)
-        if not isinstance(fields, Mapping):
-            raise RequestError("content is fields by item", request_id=request.request_id, found=type(fields).__name__)
-        for index, given in fields.items():
-            check_index(request.request_id, index, len(request.items))
-            modality = request.items[index].modality
-            if not isinstance(given, ItemFields) or given.modality != modality:
-                raise RequestError(
-                    "an item is supplied with fields of its modality",
-                    request_id=request.request_id,
-                    item=index,
-                    expected=modality,
-                    found=given.modality if isinstance(given, ItemFields) else type(given).__name__,
-                )
+        check_supplied(request, fields)
         self._supplied.setdefault(request, {}).update(fields)
 
     def finish(self, request: MultimodalRequest | str) -> None:
@@ -221,7 +200,8 @@ class Sender:
         """Tell the workers now which requests are over, without a step. For schedulers that fall idle."""
         for peer in self._peers.values():
             if peer.epoch and peer.ended:
-                self._send_alone(peer, Composer(self.arena, 0))
+                with Composer(self.arena, 0) as composer, Gatherer(self.arena, self._links.reap) as gatherer:
+                    self._links.send_step(composer, [(peer, composer.body(peer))], gatherer)
 
     def stats(self) -> SenderStats:
         """The counters."""
@@ -247,19 +227,38 @@ class Sender:
             peers.append(self._peers[name])
         return peers
 
-    def _hold(
-        self, request: MultimodalRequest, indices: Sequence[int], later: Later | None = None
-    ) -> tuple[list[Held], list[int]]:
-        return hold_payload(self.arena, request, indices, self._supplied.get(request, {}), self._links.reap, later)
+    def _gather(
+        self,
+        composer: Composer,
+        gatherer: Gatherer,
+        pairs: Sequence[tuple[MultimodalRequest, StepPlan]],
+        new: dict[str, tuple[MultimodalRequest, int]],
+    ) -> None:
+        """Check a step's parts, and hold what it brings of their items."""
+        needed = []
+        for request, plan in pairs:
+            check_plan(request, plan)
+            needed.append(needed_payload(plan))
+        if sum(map(len, needed)) > 1:
+            for (request, _), indices in zip(pairs, needed):
+                gatherer.pin(request, indices)
+        for (request, plan), indices in zip(pairs, needed):
+            uid = self._uid_of(request, new)
+            part = StepPart(request, plan, uid, (request.num_tokens, len(request.items)))
+            held, _, error = self._hold(gatherer, request, indices) if indices else ((), (), None)
+            if error is not None:
+                raise error
+            composer.add(part, held)
 
-    def _write(self, later: Later, written: Sequence[tuple[Peer, bytes]]) -> None:
-        """Write what a step has named, and tell its workers."""
+    def _hold(
+        self, gatherer: Gatherer, request: MultimodalRequest, indices: Sequence[int]
+    ) -> tuple[Sequence[Held], Sequence[int], MissingContentError | FieldError | None]:
+        """The payload of these items; which of them nobody has or cannot travel, and the error that says so."""
         try:
-            for region in later.values():
-                self.arena.write(region)  # type: ignore[union-attr]
-        finally:
-            # When this was interrupted: they find that it is not there, and get it again when they join again.
-            self._links.put(written)
+            held, missing = gatherer.hold(request, indices, self._supplied.get(request, {}))
+        except FieldError as error:
+            return (), [index for index in indices if index == error.item], error
+        return held, missing, missing_content(request, missing) if missing else None
 
     def _uid_of(self, request: MultimodalRequest, new: dict[str, tuple[MultimodalRequest, int]]) -> int:
         known = new.get(request.request_id) or self._requests.get(request.request_id)
@@ -317,31 +316,27 @@ class Sender:
             peer.reads_payload = hello.reads_payload
             peer.attached = hello.attached and self.arena is not None and self.arena.reader_lives(frame.epoch)
             peer.news.joined, peer.news.gone, peer.news.held = True, False, tuple(hello.held)
-            while peer.waiting and peer.epoch:
-                self._send_again(peer, peer.waiting.popleft())
 
     def _send_again(self, peer: Peer, sent: Sent) -> None:
         """A step that was under way when the worker's last epoch ended, as far as its requests still live."""
-        composer = Composer(self.arena, sent.step)
-        for part in sent.parts:
-            if not self._lives(part):
-                peer.owe(part.plan)
-                continue
-            held, missing = self._hold(part.request, needed_payload(part.plan))
-            if missing:
-                give_back(self.arena, held)
-                self._note_lost(peer, part, missing, missing)
-                peer.owe(part.plan)
-            else:
-                composer.add(part, held)
-        if composer.parts:
-            self._send_alone(peer, composer)
-        else:
-            peer.news.finished.append(sent.step)
-
-    def _send_alone(self, peer: Peer, composer: Composer) -> None:
-        self._links.send_step(composer, [(peer, composer.body(peer))])
-        composer.close()
+        with Composer(self.arena, sent.step) as composer, Gatherer(self.arena, self._links.reap) as gatherer:
+            try:
+                for part in sent.parts:
+                    lives, indices = self._lives(part), needed_payload(part.plan)
+                    held, missing, error = self._hold(gatherer, part.request, indices) if lives else ((), indices, None)
+                    if error is not None:
+                        peer.news.lost.append(LostRows(part.request.request_id, part.plan, tuple(missing), error))
+                    if error is not None or not lives:
+                        peer.owe(part.plan)
+                    else:
+                        composer.add(part, held)
+                bodies = [(peer, composer.body(peer))] if composer.parts else []
+            except BaseException:
+                peer.waiting.appendleft(sent)  # the next `poll` tries again
+                raise
+            if not bodies:
+                peer.news.finished.append(sent.step)
+            self._links.send_step(composer, bodies, gatherer)
 
     def _report(self, peer: Peer, report: Report) -> None:
         if report.taken > peer.sequence:
@@ -371,26 +366,20 @@ class Sender:
             ):
                 raise MessageError("a worker lacks rows of its step", found=(number, indices[:8]))
             part = sent.parts[number]
-            held, missing = self._hold(part.request, indices)
-            self._note_lost(peer, part, indices, missing)
-            if missing:
-                give_back(self.arena, held)
-                failed.append((number, missing))
-                continue
-            payloads.append((number, [one.describe(self.arena, peer.attached, buffers) for one in held]))
-            if peer.attached:
-                sent.regions = [*sent.regions, *(region for one in held for region in one.regions)]
-            else:
-                give_back(self.arena, held)
+            with Gatherer(self.arena, self._links.reap) as gatherer:
+                held, missing, error = self._hold(gatherer, part.request, indices)
+                peer.news.lost.append(LostRows(part.request.request_id, part.plan, tuple(indices), error))
+                if error is not None:
+                    failed.append((number, list(missing)))
+                    continue
+                payloads.append((number, [one.describe(self.arena, peer.attached, buffers) for one in held]))
+                if peer.attached:
+                    sent.regions = [*sent.regions, *gatherer.lend()]
         sent.resent = True
         self._resends += 1
         header = encode(Resend(sequence=sequence, payloads=payloads, failed=failed))
         parts = body_parts(header, buffers.buffers)
         self._links.put([(peer, inline_frame(Kind.RESEND, self.session, peer.epoch, sequence, parts))])
-
-    def _note_lost(self, peer: Peer, part: StepPart, indices: Sequence[int], missing: Sequence[int]) -> None:
-        error = missing_content(part.request, missing) if missing else None
-        peer.news.lost.append(LostRows(part.request.request_id, part.plan, tuple(indices), error))
 
 
 def _within(numbers: tuple[int, list[int]], sequence: int) -> bool:
