@@ -13,7 +13,14 @@ import torch
 from builders import ROW_BYTES, images, request
 from step_count import steps
 
-from mmcache import CacheConfig, EncoderLedger, MultimodalCache, MultimodalRequest
+from mmcache import (
+    CacheConfig,
+    EncoderLedger,
+    MultimodalCache,
+    MultimodalItem,
+    MultimodalRequest,
+    PlaceholderRange,
+)
 
 ROWS = {"a": 1, "b": 2, "c": 3, "d": 4, "e": 5}
 FIELDS = images((1, 4))[0]
@@ -299,6 +306,38 @@ def test_a_salt_decides_as_a_part_of_the_identifier_would(seed: int) -> None:
         lives.step()
         salted, named = lives.decisions()
         assert salted == named
+
+
+def test_modalities_that_a_caller_makes_up() -> None:
+    cache = MultimodalCache(CacheConfig(capacity_bytes=8 * ROW_BYTES, policy="lru", row_bytes={"image": ROW_BYTES}))
+
+    def pass_by(first: int, last: int) -> None:
+        for n in range(first, last):
+            item = MultimodalItem(f"modality {n}", None, PlaceholderRange(1, 4), "a")
+            req = MultimodalRequest("r", range(6), [item])
+            with cache.lookup(req, num_computed_tokens=0) as lookup:
+                cache.insert(lookup, [torch.zeros(4, 4)])
+            cache.finish(req)
+
+    pass_by(0, 500)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        pass_by(500, 1000)
+        gc.collect()
+        before = tracemalloc.get_traced_memory()[0]
+        pass_by(1000, 1500)
+        gc.collect()
+        kept = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert kept < 60_000  # 600 bytes each, were they kept
+    widths = cache._ledger.row_bytes
+    assert widths["image"] == widths["modality 1499"] == ROW_BYTES
+    assert len(widths) < 500
+    cache._ledger.check()
+    cache.clear()
+    assert dict(cache._ledger.row_bytes) == {"image": ROW_BYTES}
 
 
 class TestWorkers:

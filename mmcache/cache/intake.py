@@ -13,6 +13,9 @@ from mmcache.tiers import Expected
 
 __all__ = ["Embeddings", "Intake"]
 
+_MODALITIES = 256
+"""Whose dtypes are remembered. There are a handful, unless a caller makes them up."""
+
 
 class Intake:
     """Checks rows before anything is stored, and remembers each modality's dtype; its row's bytes the ledger knows."""
@@ -74,4 +77,6 @@ class Intake:
                     found=rows.dtype,
                 )
         self._dtypes.update(dtypes)
+        while len(self._dtypes) > _MODALITIES:
+            self._dtypes.pop(next(iter(self._dtypes), ""), None)  # another thread may be at it, too
         return by_index

@@ -11,6 +11,7 @@ from mmcache.items import MultimodalRequest
 from mmcache.ledger.budget import Budget
 from mmcache.ledger.records import READY, RESERVED, Entry, Scope, Ticket
 from mmcache.ledger.snapshots import keep
+from mmcache.ledger.widths import Widths
 
 __all__ = ["EntryTable"]
 
@@ -35,12 +36,11 @@ class EntryTable:
         clock: Callable[[], float],
     ) -> None:
         self.budget = budget
-        self.row_bytes = dict(row_bytes)
+        self.row_bytes = Widths(row_bytes)
         self.epoch = 0
         self.counts: Counter[str] = Counter()
         self.woken: list[Ticket] = []
         self.scopes = budget.scopes
-        self._configured_row_bytes = dict(row_bytes)
         self._lease_seconds = lease_seconds
         self._split_by_adapter = split_by_adapter
         self._clock = clock
@@ -215,7 +215,7 @@ class EntryTable:
     def size(self, entry: Entry, nbytes: int, *, may_evict: bool, learn: bool = True) -> None:
         """The first rows of a modality tell the bytes of a row; an entry reserved before gets its room now."""
         if learn and entry.num_rows and not entry.detached:
-            self.row_bytes.setdefault(entry.modality, nbytes // entry.num_rows)
+            self.row_bytes.learn(entry.modality, nbytes // entry.num_rows)
         if not entry.sized:
             self.budget.reserve(entry, nbytes, may_evict=may_evict)
         entry.written = True
@@ -327,7 +327,7 @@ class EntryTable:
             if not entry.detached:
                 self.detach(entry, "invalidated")
         if identifier is None:
-            self.row_bytes = dict(self._configured_row_bytes)
+            self.row_bytes.relearn()
         self.budget.complain()
 
     def detach(self, entry: Entry, cause: str) -> None:
