@@ -12,7 +12,7 @@ import torch
 from ipc_helpers import KB, attach, block, content, epochs
 
 from mmcache.errors import ArenaFullError, FieldError, MessageError, ReleasedError
-from mmcache.ipc import Arena, ArenaReader
+from mmcache.ipc import Arena, ArenaReader, values
 
 
 @pytest.fixture
@@ -24,14 +24,14 @@ def arena() -> Iterator[Arena]:
 
 
 def test_content_is_written_once_and_read_without_a_copy(arena: Arena) -> None:
-    values = {"pixels": torch.randn(3, 5), "grid": [torch.ones(2, dtype=torch.bfloat16), [torch.zeros(0, 3)]]}
-    first = arena.hold("a", values)
-    second = arena.hold("a", values)
+    fields = {"pixels": torch.randn(3, 5), "grid": [torch.ones(2, dtype=torch.bfloat16), [torch.zeros(0, 3)]]}
+    first = arena.hold("a", fields)
+    second = arena.hold("a", fields)
     assert second is first
     stats = arena.stats()
     assert (stats.written, stats.writes, stats.reuses) == (3 * 5 * 4 + 2 * 2, 1, 1)
     bytes_read = content(attach(arena), first)
-    assert torch.equal(bytes_read[:60].view(torch.float32).view(3, 5), values["pixels"])
+    assert torch.equal(bytes_read[:60].view(torch.float32).view(3, 5), fields["pixels"])
 
 
 def test_equal_content_of_another_object_is_not_written_again(arena: Arena) -> None:
@@ -58,6 +58,23 @@ def test_a_source_that_was_written_to_is_noticed(arena: Arena) -> None:
     new = arena.hold("a", fields)
     assert new is not old
     assert content(attach(arena), new)[5] == 9
+
+
+def test_a_source_that_is_written_to_while_it_is_copied_is_another_one(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = block(value=1)
+
+    def copied_and_changed(address: int, tensor: torch.Tensor) -> None:
+        values.write_tensor(address, tensor)
+        fields["pixels"].fill_(9)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mmcache.ipc.arena.write_tensor", copied_and_changed)
+        old = arena.hold("a", fields)
+    new = arena.hold("a", fields)
+    assert new is not old
+    assert content(attach(arena), new).eq(9).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.complex64, torch.int64])
