@@ -74,6 +74,15 @@ def test_what_is_there_is_not_written_again_though_another_part_needs_room() -> 
     arena.close()
 
 
+def test_what_was_kept_for_a_step_that_is_refused_is_kept_no_more(scheduler: Scheduler) -> None:
+    worker = scheduler.add("w")
+    left_in(scheduler, worker, 1)
+    sources = [bare("poor", "x"), request("old", 10, [of("1", 0, big(1))])]
+    with pytest.raises(MissingContentError):
+        scheduler.sender.send([(source, scheduler.plan(source)) for source in sources])
+    assert nothing_is_held(scheduler)
+
+
 def test_content_that_cannot_travel_is_not_supplied(scheduler: Scheduler) -> None:
     source = bare("poor", "xy")
     with pytest.raises(FieldError, match="cannot travel") as error:
