@@ -245,8 +245,8 @@ class MultimodalCache:
         Lookups that hold rows keep them; an encode that began earlier serves its own lookup and is not stored. The
         prefix index is cleared only if asked for; processed features stay valid whatever the weights.
 
-        It goes from the tiers, too: at once under the salts and adapters of the latest requests (some thousands), and
-        under others before the first lookup that brings them. Other processes' caches forget nothing: each is told for
+        It goes from the tiers, too: at once under the latest salts and adapters (a hundred or more), and under
+        others before the first lookup that brings them. Other processes' caches forget nothing: each is told for
         itself.
 
         Args:

@@ -14,7 +14,7 @@ _CONTENTS = 1 << 12
 _PLACES = 1 << 16
 """Modalities of namespaces of which it is remembered how much of what was forgotten has gone from there."""
 
-_AT_ONCE = 1 << 12
+_AT_ONCE = 1 << 8
 """Of these the latest, from which things go when they are forgotten; from others when they come by again."""
 
 _MODALITIES = ("image", "video", "audio")

@@ -63,7 +63,7 @@ class Key:
         _check_text("modality", self.modality, 0, MAX_MODALITY_BYTES)
 
     def __hash__(self) -> int:
-        return hash(self.identifier)  # strings keep their hash; namespaces and modalities are few
+        return hash(self.identifier) ^ hash(self.namespace)  # strings keep their hashes; modalities are few
 
     @cached_property
     def name(self) -> str:
