@@ -13,7 +13,8 @@ from ipc_helpers import Scheduler, Worker, bare, big, channel, exchange, expecte
 from mmcache.errors import FieldError, MissingContentError
 from mmcache.fields import FieldConfig, ItemFields
 from mmcache.ipc import Arena
-from mmcache.ipc.wire import Kind, parse_frame
+from mmcache.ipc.messages import Step, decode
+from mmcache.ipc.wire import Kind, parse_body, parse_frame
 from mmcache.items import MultimodalItem, PlaceholderRange
 
 pytestmark = pytest.mark.usefixtures("order")
@@ -281,3 +282,45 @@ def test_senders_of_one_arena_may_bring_the_same_content_at_once() -> None:
     arena.clear()
     assert arena.stats().used == 0
     arena.close()
+
+
+# -- what is known of a worker is what it said in its present epoch --------------------------------------------------
+
+
+def test_what_was_sent_and_not_acknowledged_is_not_taken_as_known() -> None:
+    scheduler = Scheduler(None)
+    worker = scheduler.add("w")
+    inbox = worker.receiver._channel.inbox
+    source = request("r", 10)
+    scheduler.send(source)
+    source.extend(range(10))
+    scheduler.send(source, computed=10)
+    later = inbox.pop()
+    assert len(worker.run_all()) == 1
+    scheduler.poll()
+    source.extend(range(10))
+    scheduler.send(source, computed=20)
+    (delta,) = decode(Step, parse_body(parse_frame(inbox[-1]).body).header).deltas
+    assert delta.tokens_from == 10
+    inbox.appendleft(later)
+    assert len(worker.run_all()) == 2
+
+
+def test_what_a_worker_said_in_an_epoch_that_is_over_says_nothing_about_the_next(scheduler: Scheduler) -> None:
+    worker = scheduler.add("w")
+    source = three()
+    scheduler.send(source)
+    worker.run(worker.receiver.next())
+    heard = scheduler.sender._peers["w"].channel.inbox
+    old = list(heard)
+    heard.clear()
+    worker.store.clear()
+    worker.receiver.reset()
+    scheduler.poll()
+    heard.extend(old)
+    assert [report.finished for report in scheduler.poll()] == []
+    assert scheduler.sender.stats().stale == len(old) > 0
+    assert not nothing_is_held(scheduler)
+    ((result,),) = exchange(scheduler, [worker])
+    assert torch.equal(result["r"], expected(source, (0, 40)))
+    assert nothing_is_held(scheduler)
