@@ -142,9 +142,9 @@ def test_it_takes_one_list(arguments: tuple[Any, ...]) -> None:
 def test_a_message_is_the_same_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     source = request("r", 60, images((2, 8), (12, 8), (22, 8), (40, 3)))
     buffers: list[list[Any]] = [[], []]
-    one = encode_delta(source, 1, 0, 0, buffers[0])
+    one = encode_delta(source, 1, (0, 0), (60, 4), buffers[0])
     monkeypatch.setattr(native, "gather", None)
-    other = encode_delta(source, 1, 0, 0, buffers[1])
+    other = encode_delta(source, 1, (0, 0), (60, 4), buffers[1])
     assert one == other
     assert [bytes(part) for part in buffers[0]] == [bytes(part) for part in buffers[1]]
     assert one.columns[0].stacked is not None
