@@ -1,5 +1,6 @@
 import os
 from collections.abc import Iterator
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -34,6 +35,16 @@ def order(request: pytest.FixtureRequest) -> Iterator[str]:
         if request.param == "step first":
             patch.setattr("mmcache.ipc.gather._LARGE", 0)
         yield request.param
+
+
+@pytest.fixture
+def scheduler() -> Iterator[Any]:
+    """A ledger and a sender with an arena of their own, for what is tested of `mmcache.ipc`."""
+    from ipc_helpers import Arena, Scheduler
+
+    arena = Arena(1 << 18)
+    yield Scheduler(arena)
+    arena.close()
 
 
 @pytest.fixture(scope="module", params=["compiled", "NumPy"])

@@ -7,10 +7,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from builders import ROW_BYTES, images, request, rows_of
 from torch import Tensor
 
+from mmcache.errors import ConfigError
 from mmcache.fields import FieldConfig, ItemFields
 from mmcache.ipc import Arena, ArenaReader, Receiver, Region, Sender, WorkerPart, WorkerStep
 from mmcache.items import MultimodalItem, MultimodalRequest, PlaceholderRange
@@ -203,6 +205,15 @@ def exchange(scheduler: Scheduler, workers: Sequence[Worker], rounds: int = 20) 
 
 def has_mail(worker: Worker) -> bool:
     return bool(worker.receiver._channel.inbox)
+
+
+def share_no_memory(patch: pytest.MonkeyPatch) -> None:
+    """Workers that join from here on are on another machine."""
+
+    def fail(path: str, epoch: int) -> None:
+        raise ConfigError("no arena can be attached here", found=path)
+
+    patch.setattr("mmcache.ipc.receiver.ArenaReader", fail)
 
 
 def nothing_is_held(scheduler: Scheduler) -> bool:

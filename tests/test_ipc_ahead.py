@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from builders import image_fields, images, request
-from ipc_helpers import PIXELS, Scheduler, Worker, bare, channel, exchange, expected, nothing_is_held, three
+from ipc_helpers import (
+    PIXELS,
+    Scheduler,
+    Worker,
+    bare,
+    channel,
+    exchange,
+    expected,
+    nothing_is_held,
+    share_no_memory,
+    three,
+)
 
 from mmcache.errors import MessageError, MissingContentError
 from mmcache.ipc import Arena, values
-from mmcache.ipc.wire import Kind, parse_frame
+from mmcache.ipc.wire import Kind, inline_frame, parse_frame
 
 
-@pytest.fixture
-def scheduler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scheduler]:
+@pytest.fixture(autouse=True)
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmcache.ipc.gather._LARGE", 0)  # as payload of megabytes
-    arena = Arena(1 << 18)
-    yield Scheduler(arena)
-    arena.close()
 
 
 def kinds(inbox: Any) -> list[Kind]:
@@ -209,13 +216,7 @@ def test_a_worker_without_the_arena_gets_bytes_that_are_written(
 ) -> None:
     near = scheduler.add("near")
     with monkeypatch.context() as patch:
-
-        def fail(path: str, epoch: int) -> None:
-            from mmcache.errors import ConfigError
-
-            raise ConfigError("no arena can be attached here", found=path)
-
-        patch.setattr("mmcache.ipc.receiver.ArenaReader", fail)
+        share_no_memory(patch)
         far = scheduler.add("far")
     source = three()
     scheduler.send(source)
@@ -298,3 +299,19 @@ def test_an_arena_writes_what_it_reserved_once_and_finds_it_only_then() -> None:
         assert arena.stats().referenced == 0
     finally:
         arena.close()
+
+
+def test_a_step_without_an_arena_may_wait_as_well() -> None:
+    scheduler = Scheduler(None)
+    worker = scheduler.add("w")
+    inbox = worker.receiver._channel.inbox
+    source = three()
+    scheduler.send(source)
+    step = bytearray(inbox.pop())
+    step[6] = 1
+    frame = parse_frame(bytes(step))
+    inbox.append(bytes(step))
+    assert worker.receiver.next() is None
+    inbox.append(inline_frame(Kind.WRITTEN, frame.session, frame.epoch, frame.sequence))
+    ((result,),) = exchange(scheduler, [worker])
+    assert torch.equal(result["r"], expected(source, (0, 40)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,13 +17,6 @@ from mmcache.ipc.wire import Kind, parse_body, parse_frame
 from mmcache.items import MultimodalItem, PlaceholderRange
 
 pytestmark = pytest.mark.usefixtures("order")
-
-
-@pytest.fixture
-def scheduler() -> Iterator[Scheduler]:
-    arena = Arena(1 << 18)
-    yield Scheduler(arena)
-    arena.close()
 
 
 def of(identifier: str, offset: int, fields: ItemFields | None) -> MultimodalItem:

@@ -28,13 +28,6 @@ from mmcache.policies import make_policy
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture
-def scheduler() -> Iterator[Scheduler]:
-    arena = Arena(1 << 18)
-    yield Scheduler(arena)
-    arena.close()
-
-
 # -- joining --------------------------------------------------------------------------------------------------
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from builders import images, request, rows_of
@@ -11,17 +9,9 @@ from ipc_helpers import PIXELS, Scheduler, bare, exchange, expected, merged, not
 
 from mmcache.errors import MissingContentError, RequestError
 from mmcache.fields import ItemFields
-from mmcache.ipc import Arena
 from mmcache.items import MultimodalItem, MultimodalRequest
 
 pytestmark = pytest.mark.usefixtures("order")
-
-
-@pytest.fixture
-def scheduler() -> Iterator[Scheduler]:
-    arena = Arena(1 << 18)
-    yield Scheduler(arena)
-    arena.close()
 
 
 # -- rows that are not there -----------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,18 +11,11 @@ from ipc_helpers import PIXELS, Scheduler, big, channel, exchange, expected, mer
 
 from mmcache.errors import ConfigError, FieldError, MessageError, ReleasedError
 from mmcache.fields import FieldConfig, ItemFields
-from mmcache.ipc import Arena, Sender
+from mmcache.ipc import Sender
 from mmcache.items import MultimodalItem, MultimodalRequest, PlaceholderRange
 from mmcache.planning import ItemStatus
 
 pytestmark = pytest.mark.usefixtures("order")
-
-
-@pytest.fixture
-def scheduler() -> Iterator[Scheduler]:
-    arena = Arena(1 << 18)
-    yield Scheduler(arena)
-    arena.close()
 
 
 # -- a step ----------------------------------------------------------------------------------------------------------

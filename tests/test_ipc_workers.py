@@ -5,13 +5,23 @@ from __future__ import annotations
 import multiprocessing
 import random
 import threading
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 from builders import images, request
-from ipc_helpers import PIXELS, Scheduler, Worker, big, channel, exchange, expected, nothing_is_held, three
+from ipc_helpers import (
+    PIXELS,
+    Scheduler,
+    Worker,
+    big,
+    channel,
+    exchange,
+    expected,
+    nothing_is_held,
+    share_no_memory,
+    three,
+)
 
 from mmcache.errors import ConfigError, MessageError
 from mmcache.ipc import Arena, Receiver, Sender
@@ -21,13 +31,6 @@ from mmcache.policies import make_policy
 from mmcache.store import EmbeddingStore
 
 pytestmark = pytest.mark.usefixtures("order")
-
-
-@pytest.fixture
-def scheduler() -> Iterator[Scheduler]:
-    arena = Arena(1 << 18)
-    yield Scheduler(arena)
-    arena.close()
 
 
 # -- workers come and go ---------------------------------------------------------------------------------------------
@@ -293,11 +296,7 @@ def test_a_worker_that_cannot_attach_gets_the_bytes_in_messages(
     scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     near = scheduler.add("near")
-
-    def fail(*_: object) -> None:
-        raise ConfigError("no arena can be attached here")
-
-    monkeypatch.setattr("mmcache.ipc.receiver.ArenaReader", fail)
+    share_no_memory(monkeypatch)
     far = scheduler.add("far")
     source = three()
     scheduler.send(source)

@@ -172,9 +172,9 @@ class Gatherer:
         if region.unwritten is None:
             return region
         # What is not plain memory may yet turn out not to be readable: an error comes before anything is sent.
-        large = self._later is not None and region.nbytes >= _LARGE
-        if self._later is not None and large and all(is_plain(tensor) for _, tensor, _ in region.unwritten):
-            self._later[key] = region
+        later = self._later if region.nbytes >= _LARGE else None
+        if later is not None and all(is_plain(tensor) for _, tensor, _ in region.unwritten):
+            later[key] = region
         else:
             arena.write(region)
         return region

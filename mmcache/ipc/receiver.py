@@ -300,9 +300,10 @@ class Receiver:
 
     def _take_written(self, sequence: int) -> None:
         """The payload of a step is written."""
-        if sequence == self._unwritten and self._reader is not None:
-            for place in self._unchecked:
-                self._reader.check(*place)
+        if sequence == self._unwritten:
+            if self._reader is not None:
+                for place in self._unchecked:
+                    self._reader.check(*place)
             self._unwritten = 0
         elif self._expected <= sequence < self._expected + _MAX_EARLY:
             self._written.add(sequence)
