@@ -20,7 +20,7 @@ from mmcache import native
 from mmcache.ipc.delta import encode_delta
 from mmcache.ipc.values import bytes_of
 
-pytestmark = pytest.mark.skipif(native.gather is None, reason="built without a compiler, or PyTorch before 2.10")
+pytestmark = pytest.mark.skipif(native.gather is None, reason="built without a compiler, or for no C table of DLPack")
 
 WHOLE = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint64]
 SMALL = 4096

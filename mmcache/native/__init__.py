@@ -48,7 +48,7 @@ Gather: TypeAlias = Callable[[list[Any]], bytes | None]
 alike in dtype and shape. None for any others, and for what are no tensors."""
 
 gather: Gather | None = None
-"""None where the compiled part is missing, or PyTorch's table of DLPack (before 2.10)."""
+"""None where the compiled part is missing, or PyTorch has no C table of DLPack yet (2.13 has)."""
 
 try:
     from mmcache.native import _rows

@@ -1,7 +1,7 @@
 /* The bytes of many small tensors, one behind the other.
 
    A tensor asked from Python for its dtype, shape and address costs a microsecond or two, most of it code that nothing
-   else has in the processor's caches. PyTorch (2.10 and later) also answers through the C table of the DLPack standard
+   else has in the processor's caches. Recent PyTorch (2.13 does) also answers through the C table of the DLPack standard
    (dlpack.h, `DLPackExchangeAPI`, version 1), in tens of nanoseconds. The structures below are that standard's. */
 
 #define PY_SSIZE_T_CLEAN
