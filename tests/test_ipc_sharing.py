@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 from builders import images, request
-from ipc_helpers import Scheduler
+from ipc_helpers import Scheduler, channel
 from torch import Tensor
 
 from mmcache.errors import ConfigError, FieldError, MMCacheError, ReleasedError, RequestError
 from mmcache.fields import FieldConfig, ItemFields
 from mmcache.ipc import Arena, Receiver, Sender
 from mmcache.items import MultimodalItem, MultimodalRequest, PlaceholderRange
+from mmcache.store import EmbeddingStore
 
 pytestmark = pytest.mark.usefixtures("order")
 
@@ -225,3 +226,23 @@ def test_regions_belong_to_their_arena() -> None:
     assert one.stats().referenced == 0
     one.close()
     other.close()
+
+
+def test_what_is_wrong_in_a_step_or_a_store_is_named() -> None:
+    scheduler = Scheduler(None)
+    sender, source = scheduler.sender, request("r", 20, images((2, 8)))
+    plan = scheduler.plan(source)
+    wrong: list[tuple[Any, str]] = [
+        (None, "found NoneType"),
+        ([(source, plan), plan], "found in it StepPlan"),
+        ((source, plan), "found in it MultimodalRequest"),
+        ([(source, plan), (source, 5)], "found in it MultimodalRequest, int"),
+        ([(request("other", 5), plan)], "found a plan for 'r'"),
+        ([(request("r", 5), plan)], "found a plan for 1 items"),
+    ]
+    for parts, found in wrong:
+        with pytest.raises(RequestError, match=found):
+            sender.send(parts)
+    for store in (EmbeddingStore, 5, {}):
+        with pytest.raises(ConfigError, match="EmbeddingStore"):
+            Receiver(channel()[0], "w", store=store)  # type: ignore[arg-type]

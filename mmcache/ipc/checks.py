@@ -22,24 +22,35 @@ def check_request(request: object) -> None:
 def check_pairs(parts: Sequence[tuple[MultimodalRequest, StepPlan]]) -> Sequence[tuple[MultimodalRequest, StepPlan]]:
     """The parts of a step. Raise RequestError unless they are requests with their plans."""
     pairs = []
+    part: object = parts
     try:
-        for request, plan in parts:
+        for part in parts:
+            request, plan = part
             if not isinstance(request, MultimodalRequest) or not isinstance(plan, StepPlan):
                 raise TypeError
             pairs.append((request, plan))
     except (TypeError, ValueError):
-        raise RequestError("a step is a list of requests with their plans", found=type(parts).__name__) from None
+        kinds = ", ".join(type(one).__name__ for one in part) if isinstance(part, tuple) else type(part).__name__
+        raise RequestError(
+            "a step is a list of requests with their plans",
+            expected="(MultimodalRequest, StepPlan) in a list",
+            found=kinds if part is parts else f"in it {kinds}",
+        ) from None
     return pairs
 
 
 def check_plan(request: MultimodalRequest, plan: StepPlan) -> None:
     """Raise RequestError unless the plan can be of the request."""
-    if plan.request_id != request.request_id or plan.num_items > len(request.items):
+    if plan.request_id != request.request_id:
+        raise RequestError(
+            "a plan is sent with its request", request_id=request.request_id, found=f"a plan for {plan.request_id!r}"
+        )
+    if plan.num_items > len(request.items):
         raise RequestError(
             "a plan is sent with its request",
             request_id=request.request_id,
             expected=f"at most {len(request.items)} items",
-            found=f"a plan for {plan.request_id!r} with {plan.num_items} items",
+            found=f"a plan for {plan.num_items} items",
         )
 
 

@@ -58,6 +58,9 @@ class Receiver:
             raise ConfigError("the scheduler is spoken to over a channel", expected="a Channel", found=repr(channel))
         if not isinstance(worker, str) or not worker:
             raise ConfigError("a worker's name is a non-empty string", found=repr(worker))
+        asked = ("handles", "apply", "rows")
+        if store is not None and (isinstance(store, type) or not all(hasattr(store, name) for name in asked)):
+            raise ConfigError("rows are kept in a store", expected="an EmbeddingStore", found=repr(store))
         if store is not None and not reads_payload:
             raise ConfigError("a worker that keeps rows reads payload", found="a store and reads_payload=False")
         self.worker = worker
